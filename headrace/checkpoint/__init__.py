@@ -1,0 +1,1 @@
+"""Crash-safe checkpoints: manifest, save, restore, export."""

@@ -1,0 +1,58 @@
+"""What every component's Config shares: strict keys, numbers and sizes as people write them."""
+
+import re
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_UNITS |= {f"{prefix}I": 2 ** (10 * power) for power, prefix in enumerate("KMGT", start=1)}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", re.IGNORECASE)
+
+
+class Config(BaseModel):
+    """Base of all Configs: unknown keys are errors, values are immutable after validation."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def parse_size(value: int | float | str) -> int:
+    """Bytes from ``48GiB``, ``1.5 GB``, ``4096`` or a number.
+
+    Raises ValueError for anything else or for a size that is not above zero.
+    """
+    if isinstance(value, bool):
+        raise ValueError(f"{value!r} is not a size; write for example 48GiB")
+    match = _SIZE.fullmatch(str(value))
+    if match is None:
+        raise ValueError(f"{value!r} is not a size; write for example 48GiB")
+    nbytes = int(float(match[1]) * _UNITS[match[2].upper()])
+    if nbytes <= 0:
+        raise ValueError(f"a size must be above zero, not {value!r}")
+    return nbytes
+
+
+def format_size(nbytes: int) -> str:
+    """The shortest text that :func:`parse_size` reads back as the same number of bytes."""
+    for power, prefix in reversed(list(enumerate("KMGT", start=1))):
+        unit = 2 ** (10 * power)
+        if nbytes and nbytes % unit == 0:
+            return f"{nbytes // unit}{prefix}iB"
+    return str(nbytes)
+
+
+def _float_from_text(value: Any) -> Any:
+    # PyYAML reads `1e-5` as a string (YAML 1.1 wants `1.0e-5`); people write the former.
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+Size = Annotated[int, BeforeValidator(parse_size), PlainSerializer(format_size, return_type=str)]
+"""A number of bytes, written ``48GiB`` in a run file."""
+
+Number = Annotated[float, BeforeValidator(_float_from_text)]
+"""A float, also from the text forms that YAML leaves as strings (``1e-5``)."""

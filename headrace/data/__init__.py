@@ -1,0 +1,1 @@
+"""Sources, formats, packing and the resumable loader."""

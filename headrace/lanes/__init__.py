@@ -1,0 +1,1 @@
+"""Ordered workers (threads, CUDA streams), their events and the trace."""

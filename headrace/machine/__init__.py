@@ -1,0 +1,1 @@
+"""Memory tiers, lanes and ranks of a machine, described as data. No torch."""

@@ -1,0 +1,1 @@
+"""Byte budgets, host buffers, tensor files and what the process occupies."""

@@ -1,0 +1,1 @@
+"""The offloaded AdamW: layout, one-pass kernel, update policies, and the torch Optimizer."""

@@ -1,0 +1,103 @@
+"""Gathers the gradients of backward into parcels: one a bucket and micro-batch."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from headrace.optim.layout import Layout
+
+
+class Arrived:
+    """A gradient on the device, until every bucket that holds a part of it has copied its part.
+
+    Attributes:
+        flat: the gradient in element order; None once it was copied.
+        nbytes: bytes that autograd allocated for it.
+    """
+
+    __slots__ = ("_parts", "flat", "nbytes")
+
+    def __init__(self, gradient: Tensor, parts: int) -> None:
+        self.flat: Tensor | None = gradient.detach().reshape(-1)
+        self.nbytes = gradient.numel() * gradient.element_size()
+        self._parts = parts
+
+    def copied(self) -> int:
+        """Count one part as copied; returns the bytes that this set free."""
+        self._parts -= 1
+        if self._parts:
+            return 0
+        self.flat = None
+        return self.nbytes
+
+
+@dataclass
+class Parcel:
+    """Gradients of one micro-batch that leave together, and which of them begin their parameter's sum."""
+
+    arrived: dict[int, Arrived]
+    first: frozenset[int]
+
+
+@dataclass
+class _Tray:
+    waiting: dict[int, Arrived] = field(default_factory=dict)  # of the micro-batch under way
+    microbatch: int = 0
+    seen: set[int] = field(default_factory=set)  # parameters with a gradient in this step
+
+
+class Collector:
+    """Sorts arriving gradients into the buckets of a layout.
+
+    A bucket's parcel is complete when all its parameters have arrived, or when one of them arrives again,
+    which means that the next micro-batch has begun; :meth:`flush` completes the rest.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self._homes = [[index for index, _ in layout.places(i)] for i in range(len(layout.parameters))]
+        self._sizes = [len(bucket.segments) for bucket in layout.buckets]
+        self._trays = [_Tray() for _ in layout.buckets]
+        self.parcels: dict[tuple[int, int], Parcel] = {}
+
+    def arrive(self, parameter: int, gradient: Tensor) -> tuple[Arrived, list[tuple[int, int]]]:
+        """Take a gradient; returns it and the (micro-batch, bucket) of every parcel that became complete."""
+        arrived = Arrived(gradient, len(self._homes[parameter]))
+        complete = []
+        for index in self._homes[parameter]:
+            tray = self._trays[index]
+            if parameter in tray.waiting:
+                complete.append(self._close(index))
+            tray.waiting[parameter] = arrived
+            if len(tray.waiting) == self._sizes[index]:
+                complete.append(self._close(index))
+        return arrived, complete
+
+    def flush(self) -> Iterator[tuple[int, int]]:
+        """Complete every parcel that still waits for a parameter."""
+        for index, tray in enumerate(self._trays):
+            if tray.waiting:
+                yield self._close(index)
+
+    def seen(self, bucket: int) -> set[int]:
+        """Parameters of a bucket that have a gradient in this step."""
+        return self._trays[bucket].seen
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing has arrived in this step."""
+        return not any(tray.seen or tray.waiting for tray in self._trays)
+
+    def next_step(self) -> None:
+        """Forget the step; its parcels must have been taken."""
+        assert not self.parcels, list(self.parcels)
+        self._trays = [_Tray() for _ in self._trays]
+
+    def _close(self, index: int) -> tuple[int, int]:
+        tray = self._trays[index]
+        key = (tray.microbatch, index)
+        self.parcels[key] = Parcel(tray.waiting, frozenset(tray.waiting.keys() - tray.seen))
+        tray.seen |= tray.waiting.keys()
+        tray.waiting = {}
+        tray.microbatch += 1
+        return key

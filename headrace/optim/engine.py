@@ -1,0 +1,166 @@
+"""Executes the actions that a policy emits: gradients down, norms, updates, new weights up."""
+
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+
+from torch import Tensor
+
+from headrace.lanes.lanes import Event, Lanes
+from headrace.memory.budget import Budget
+from headrace.optim.collect import Collector
+from headrace.optim.kernel import Hyper
+from headrace.optim.layout import Bucket
+from headrace.optim.norm import NO_NORM, Norm, NormSums
+from headrace.optim.policies.base import Emission, Executor, Policy
+from headrace.optim.store import HostStore
+from headrace.optim.work import EXECUTORS
+from headrace.schedule.action import Action, Kind, StepShape
+
+IN_FLIGHT = 2
+"""Buckets of gradients that may be on their way down before backward waits; bounds device memory."""
+
+
+class Engine:
+    """Owns the flow of one optimizer. It decides nothing: see the policy.
+
+    Args:
+        weights: the working weights, contiguous, in the order of the store's layout.
+        store: host buffers.
+        policy: emits the actions.
+        lanes: executes them.
+        device: budget in which autograd's gradients are booked.
+        microbatches: micro-batches of a step.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[Tensor],
+        store: HostStore,
+        policy: Policy,
+        lanes: Lanes,
+        device: Budget,
+        microbatches: int,
+    ) -> None:
+        self.weights = [weight.detach().view(-1) for weight in weights]
+        self.store = store
+        self.lanes = lanes
+        self.device = device
+        self.collector = Collector(store.layout)
+        self.sums = NormSums(store.layout)
+        self.counts = [0] * len(weights)
+        self.norm = NO_NORM
+        self.hypers: Sequence[Hyper] = ()
+        self.limit = 0.0
+        self._policy = policy
+        self._executors: dict[Kind, Executor] = {**EXECUTORS, **policy.executors}
+        self._shape = StepShape(microbatches, len(store.layout.buckets))
+        self._in_flight: deque[Event] = deque()
+        self._events: dict[tuple[int, Action], Event] = {}
+        self._due: list[tuple[int, Event]] = []
+        self._staging_users: dict[tuple[str, int], Event] = {}
+
+    def arrive(self, parameter: int, gradient: Tensor) -> None:
+        """Take a complete gradient of one micro-batch; its bucket leaves when it was the last one missing."""
+        arrived, complete = self.collector.arrive(parameter, gradient)
+        self.device.note("gradients", arrived.nbytes)
+        for microbatch, index in complete:
+            self._send(microbatch, index)
+
+    def step(self, hypers: Sequence[Hyper], limit: float) -> Norm:
+        """Update with what has arrived.
+
+        Args:
+            hypers: AdamW's numbers, one a param group.
+            limit: gradients are scaled down to this global norm; 0 for never.
+
+        Returns:
+            The global norm and what followed from it; nothing was updated if it is not finite.
+        """
+        self._flush()
+        self.hypers, self.limit, self.norm = hypers, limit, NO_NORM
+        for emission in self._policy.update(self._active(), self._shape):
+            self._emit(emission)
+            if not self.norm.finite:
+                break
+        self._end_step(self._updated() if self.norm.finite else set())
+        return self.norm
+
+    def discard(self) -> None:
+        """Forget the gradients that arrived since the last step."""
+        self._flush()
+        self._end_step(set())
+
+    def adopt_weights(self) -> None:
+        """Fill the master weights from the working weights."""
+        for bucket, master in zip(self.store.layout.buckets, self.store.tables["master"], strict=True):
+            for s in bucket.segments:
+                master[s.offset : s.end].copy_(self.weights[s.parameter][s.start : s.stop])
+
+    def publish_weights(self) -> None:
+        """Round the master weights into the working weights."""
+        for bucket, master in zip(self.store.layout.buckets, self.store.tables["master"], strict=True):
+            for s in bucket.segments:
+                self.weights[s.parameter][s.start : s.stop].copy_(master[s.offset : s.end])
+
+    def _flush(self) -> None:
+        for microbatch, index in self.collector.flush():
+            self._send(microbatch, index)
+        while self._in_flight:
+            self.lanes.wait(self._in_flight.popleft())
+
+    def _send(self, microbatch: int, index: int) -> None:
+        for emission in self._policy.gradient(microbatch, self.store.layout.buckets[index], self._shape):
+            if event := self._emit(emission):
+                self._in_flight.append(event)
+        while len(self._in_flight) > IN_FLIGHT:
+            self.lanes.wait(self._in_flight.popleft())
+
+    def _active(self) -> list[Bucket]:
+        return [bucket for bucket in self.store.layout.buckets if self.collector.seen(bucket.index)]
+
+    def _updated(self) -> set[int]:
+        return {parameter for bucket in self._active() for parameter in self.collector.seen(bucket.index)}
+
+    def _emit(self, emission: Emission) -> Event | None:
+        """Submit an action to its lane, or execute it here when its lane is the caller's thread."""
+        action, step = emission.action, self.lanes.step
+        keys = ((step - wait.steps_back, wait.action) for wait in emission.after)
+        after = [self._events[key] for key in keys if key in self._events]
+        execute = self._executors[action.kind]
+        if action.lane == "compute":
+            for event in after:
+                self.lanes.wait(event)
+            with self.lanes.compute(action):
+                execute(self, action)
+            return None
+        if action.kind is Kind.UPDATE:
+            after += self._staging_free(action)
+        event = self.lanes.submit(action, partial(execute, self, action), after)
+        self._events[step, action] = event
+        if action.kind is Kind.UP:
+            self._staging_users[self._staging(action)] = event
+        self._due.append((step + emission.visible, event))
+        return event
+
+    def _staging(self, action: Action) -> tuple[str, int]:
+        assert action.unit is not None
+        return self.store.staging_of(self.store.layout.buckets[action.unit.index])
+
+    def _staging_free(self, action: Action) -> list[Event]:
+        """What must have ended before the staging buffer of an update may be written again."""
+        user = self._staging_users.get(self._staging(action))
+        return [] if user is None else [user]
+
+    def _end_step(self, updated: set[int]) -> None:
+        """The step boundary: what is due becomes visible, however long it takes."""
+        step = self.lanes.step
+        for due, event in self._due:
+            if due <= step:
+                self.lanes.wait(event)
+        self._due = [(due, event) for due, event in self._due if due > step]
+        self._events = {key: event for key, event in self._events.items() if not event.done or key[0] >= step}
+        for parameter in updated:
+            self.counts[parameter] += 1
+        self.collector.next_step()
+        self.lanes.step += 1

@@ -1,0 +1,112 @@
+"""The host tier of the optimizer: state tables, gradients and work buffers in flat buckets."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from headrace.memory.pool import HostPool
+from headrace.optim.kernel import CHUNK, BucketTensors
+from headrace.optim.layout import BLOCK, Bucket, Layout, padded
+
+STAGING = 2
+"""Buffers in which new weights wait for the way back: one is filled while the other leaves."""
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+"""Training dtypes by their names in layouts and run files."""
+
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class HostStore:
+    """All host buffers of an optimizer, taken from the pool at once so that a refusal comes at the start.
+
+    Args:
+        layout: the buckets.
+        tables: names of the fp32 state tables.
+        pool: hands out the buffers within the budget.
+        capacity: elements of the largest bucket.
+        summed: whether gradients of several micro-batches are summed here, in fp32.
+        landing: whether gradients must land in a buffer before they can be summed (CUDA).
+        workers: threads of the kernel, each with scratch of its own.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        tables: Sequence[str],
+        pool: HostPool,
+        *,
+        capacity: int,
+        summed: bool,
+        landing: bool,
+        workers: int,
+    ) -> None:
+        self.layout = layout
+        self._pool = pool
+        self._taken: list[Tensor] = []
+        self.tables = {
+            table: [
+                self._take(b.size, torch.float32, "states", f"{table} of bucket {b.index}")
+                for b in layout.buckets
+            ]
+            for table in tables
+        }
+        self.gradients = [
+            self._take(
+                b.size,
+                torch.float32 if summed else DTYPES[b.dtype],
+                "gradients",
+                f"gradients of bucket {b.index}",
+            )
+            for b in layout.buckets
+        ]
+        sizes = {d: min(capacity, padded_size(layout, d)) for d in sorted({b.dtype for b in layout.buckets})}
+        self.staging = {
+            d: [self._buffer(n, DTYPES[d], "new weights") for _ in range(STAGING)] for d, n in sizes.items()
+        }
+        self.landing = {
+            d: self._buffer(n, DTYPES[d], "arriving gradients")
+            for d, n in sizes.items()
+            if landing and summed
+        }
+        self.chunks = [self._buffer(CHUNK, torch.float32, "kernel scratch") for _ in range(workers)]
+        self.blocks = [self._buffer(BLOCK, torch.float64, "norm scratch") for _ in range(workers)]
+
+    def pieces(self, table: str, parameter: int) -> list[Tensor]:
+        """1-D views of a parameter's state in element order; together they are the whole parameter."""
+        buffers = self.tables[table]
+        return [buffers[b][s.offset : s.end] for b, s in self.layout.places(parameter)]
+
+    def staging_of(self, bucket: Bucket) -> tuple[str, int]:
+        """Which staging buffer takes the bucket's new weights: its dtype and number."""
+        return bucket.dtype, bucket.index % STAGING
+
+    def staged(self, bucket: Bucket) -> Tensor:
+        """The bucket's new weights while they wait for the way back, in the training dtype."""
+        dtype, number = self.staging_of(bucket)
+        return self.staging[dtype][number][: bucket.size]
+
+    def bucket(self, bucket: Bucket) -> BucketTensors:
+        """What the kernel needs of a bucket."""
+        i, tables = bucket.index, self.tables
+        states = tables["master"][i], tables["exp_avg"][i], tables["exp_avg_sq"][i]
+        return BucketTensors(*states, self.gradients[i], self.staged(bucket))
+
+    def close(self) -> None:
+        """Give every buffer back to the pool."""
+        for buffer in self._taken:
+            self._pool.give_back(buffer)
+        self._taken.clear()
+
+    def _take(self, numel: int, dtype: torch.dtype, purpose: str, what: str) -> Tensor:
+        self._taken.append(self._pool.take(numel, dtype, purpose, what))
+        return self._taken[-1]
+
+    def _buffer(self, numel: int, dtype: torch.dtype, what: str) -> Tensor:
+        return self._take(numel, dtype, "buffers", what)
+
+
+def padded_size(layout: Layout, dtype: str) -> int:
+    """Elements of all parameters of one dtype, each rounded up to the alignment."""
+    return sum(padded(p.numel) for p in layout.parameters if p.dtype == dtype)

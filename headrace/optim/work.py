@@ -1,0 +1,108 @@
+"""What each kind of action does on its lane. Every function returns the bytes that it moved over its link."""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from headrace.optim import kernel
+from headrace.optim.collect import Parcel
+from headrace.optim.layout import Bucket
+from headrace.optim.policies.base import Executor
+from headrace.schedule.action import Action, Kind
+
+if TYPE_CHECKING:
+    from headrace.optim.engine import Engine
+
+
+def down(engine: "Engine", action: Action) -> int:
+    """Copy a parcel's gradients into the host bucket, or add them to what is there."""
+    assert action.microbatch is not None
+    bucket = _bucket(engine, action)
+    parcel = engine.collector.parcels.pop((action.microbatch, bucket.index))
+    target, landing = engine.store.gradients[bucket.index], engine.store.landing.get(bucket.dtype)
+    nbytes = 0
+    for s in bucket.segments:
+        if (arrived := parcel.arrived.get(s.parameter)) is None:
+            continue
+        assert arrived.flat is not None
+        source = arrived.flat[s.start : s.stop]
+        nbytes += source.nbytes
+        if landing is not None:
+            source = landing[s.offset : s.end].copy_(source)
+        if s.parameter in parcel.first:
+            target[s.offset : s.end].copy_(source, non_blocking=True)
+        else:
+            target[s.offset : s.end].add_(source)
+    _free(engine, parcel)
+    return nbytes
+
+
+def _free(engine: "Engine", parcel: Parcel) -> None:
+    """Let go of gradients that every bucket has copied."""
+    if engine.lanes.device.type == "cuda":
+        # The allocator may hand freed memory to the compute stream at once: the copies must be through.
+        torch.cuda.current_stream(engine.lanes.device).synchronize()
+    engine.device.note("gradients", -sum(arrived.copied() for arrived in parcel.arrived.values()))
+
+
+def norm(engine: "Engine", action: Action) -> int:
+    """Sum the squares of a bucket's gradient."""
+    bucket, workers = _bucket(engine, action), engine.lanes.workers
+    gradient, active = engine.store.gradients[bucket.index], engine.collector.seen(bucket.index)
+
+    def share(worker: int) -> None:
+        blocks = engine.sums.blocks(bucket.index, active, worker, workers.count)
+        engine.sums.add(blocks, gradient, engine.store.blocks[worker])
+
+    workers.run(share)
+    return 0
+
+
+def clip(engine: "Engine", action: Action) -> int:
+    """The global norm and the clip coefficient."""
+    engine.norm = engine.sums.finish(engine.limit)
+    return 0
+
+
+def update(engine: "Engine", action: Action) -> int:
+    """AdamW over a bucket; the new weights wait in a staging buffer."""
+    bucket, workers = _bucket(engine, action), engine.lanes.workers
+    tensors = engine.store.bucket(bucket)
+    seen = engine.collector.seen(bucket.index)
+    hyper, coefficient = engine.hypers[bucket.group], engine.norm.coefficient
+
+    def share(worker: int) -> None:
+        counts = {p: torch.tensor(float(engine.counts[p] + 1)) for p in seen}
+        span = kernel.share(bucket.size, worker, workers.count)
+        kernel.adamw(bucket, tensors, span, counts, hyper, coefficient, engine.store.chunks[worker])
+
+    workers.run(share)
+    return 0
+
+
+def up(engine: "Engine", action: Action) -> int:
+    """Copy a bucket's new weights from staging into the working weights."""
+    bucket = _bucket(engine, action)
+    staged, seen = engine.store.staged(bucket), engine.collector.seen(bucket.index)
+    nbytes = 0
+    for s in bucket.segments:
+        if s.parameter in seen:
+            source = staged[s.offset : s.end]
+            engine.weights[s.parameter][s.start : s.stop].copy_(source, non_blocking=True)
+            nbytes += source.nbytes
+    return nbytes
+
+
+def _bucket(engine: "Engine", action: Action) -> Bucket:
+    assert action.unit is not None and action.unit.kind == "b", action
+    return engine.store.layout.buckets[action.unit.index]
+
+
+EXECUTORS: dict[Kind, Executor] = {
+    Kind.DOWN: down,
+    Kind.NORM: norm,
+    Kind.CLIP: clip,
+    Kind.UPDATE: update,
+    Kind.UP: up,
+}
+"""The engine's own executors; a policy may replace some or add others."""

@@ -1,0 +1,1 @@
+"""Predicts where every byte lives before anything is allocated. No torch."""

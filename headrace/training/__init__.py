@@ -1,0 +1,1 @@
+"""The loop, the loss, learning-rate schedules, metrics and progress."""
