@@ -69,6 +69,7 @@ def start_thread(name: str, body: Callable[[], None]) -> threading.Thread:
     threads = torch.get_num_threads()
 
     def run() -> None:
+        torch.get_num_threads()  # torch sets a thread up at its first use, which would undo the next line
         torch.set_num_threads(1)
         ready.set()
         body()

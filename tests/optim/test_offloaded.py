@@ -34,12 +34,14 @@ def set_gradients(parameters, values):
 
 def reference_clip(parameters, limit):
     """The factor of the layout-free norm: fp64 sums over blocks of 64 Ki elements, in parameter order."""
-    total = 0.0
+    threads, total = torch.get_num_threads(), 0.0
+    torch.set_num_threads(1)  # a block's sum is one thread's
     for p in parameters:
         if p.grad is not None:
             for block in p.grad.reshape(-1).split(BLOCK):
                 values = block.double()
                 total += float(torch.dot(values, values))
+    torch.set_num_threads(threads)
     norm = math.sqrt(total)
     coefficient = min(1.0, limit / (norm + 1e-6)) if limit else 1.0
     if coefficient != 1.0:
@@ -92,7 +94,10 @@ def test_bit_equal_for_any_layout(sizes, capacity, workers, groups):
     ours, theirs = make_parameters(sizes), make_parameters(sizes)
 
     def grouped(parameters):
-        settings_of = [{"lr": 1e-2, "weight_decay": 0.3}, {"lr": 3e-3, "weight_decay": 0.0, "betas": (0.8, 0.9)}]
+        settings_of = [
+            {"lr": 1e-2, "weight_decay": 0.3},
+            {"lr": 3e-3, "weight_decay": 0.0, "betas": (0.8, 0.9)},
+        ]
         found = [{"params": parameters[i::groups], **settings_of[i]} for i in range(groups)]
         return [group for group in found if group["params"]]
 
@@ -116,7 +121,9 @@ def test_bit_equal_for_any_layout(sizes, capacity, workers, groups):
 @pytest.mark.parametrize("release", [True, False])
 def test_accumulation_sums_in_fp32(release):
     ours, theirs = make_parameters(SIZES), make_parameters(SIZES)
-    optimizer = OffloadedAdamW(ours, release_gradients=release, micro_batches=3, bucket=BLOCK, max_grad_norm=1.0)
+    optimizer = OffloadedAdamW(
+        ours, release_gradients=release, micro_batches=3, bucket=BLOCK, max_grad_norm=1.0
+    )
     reference = torch.optim.AdamW(theirs, fused=True)
     for step in range(3):
         for microbatch in range(3):
