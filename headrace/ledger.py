@@ -13,6 +13,9 @@ from headrace.schedule.action import Action, parse
 PURPOSES = ("weights", "gradients", "states", "activations", "logits", "buffers", "other")
 """What bytes are for, in the order in which tables show them."""
 
+TIERS = ("device", "ram", "host", "disk")
+"""Memory tiers in the order of tables; ``ram`` is device and host where there is no accelerator."""
+
 NOTICEABLE = 0.10
 """Predicted and measured figures further apart than this share are named at the end of a run."""
 
@@ -144,13 +147,14 @@ def compare(predicted: Ledger, measured: Ledger) -> list[Comparison]:
 
 
 def _compare_memory(predicted: Ledger, measured: Ledger) -> Iterator[Comparison]:
-    for tier in sorted(predicted.peaks.keys() | measured.peaks.keys()):
+    for tier in (tier for tier in TIERS if tier in predicted.peaks or tier in measured.peaks):
         held, found = predicted.peaks.get(tier, {}), measured.peaks.get(tier, {})
         yield Comparison(f"{tier} peak", predicted.total(tier), measured.total(tier), "bytes")
         for purpose in PURPOSES:
-            if purpose in held or purpose in found:
+            # What the process holds besides ("other") has no measurement of its own, only the tier's peak.
+            if purpose in found or (purpose in held and purpose != "other"):
                 yield Comparison(f"{tier} {purpose}", held.get(purpose, 0), found.get(purpose, 0), "bytes")
-    if predicted.process_peak and measured.process_peak:
+    if predicted.process_peak and measured.process_peak and "ram" not in predicted.peaks:
         yield Comparison("process peak", predicted.process_peak, measured.process_peak, "bytes")
 
 

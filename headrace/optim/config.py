@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from headrace.config import Config, Number
 
@@ -30,6 +30,17 @@ class OptimConfig(Config):
     max_grad_norm: Number = Field(
         1.0, ge=0, description="gradients are scaled down to this global norm; 0: never"
     )
+
+    @model_validator(mode="after")
+    def _nothing_without_effect(self) -> "OptimConfig":
+        given = self.model_fields_set
+        if "decay" in given and self.schedule != "wsd":
+            raise ValueError(f"optim.decay={self.decay:g} belongs to optim.schedule=wsd, not {self.schedule}")
+        if self.min_lr and self.schedule == "constant":
+            raise ValueError(
+                f"optim.min_lr={self.min_lr:g} has no effect with optim.schedule=constant: remove it"
+            )
+        return self
 
 
 class UpdateConfig(Config):

@@ -1,0 +1,130 @@
+"""From a micro-batch to its loss: the decoder of a Hugging Face model, then the chunked loss over its head.
+
+Shapes: B rows, L positions, N positions of the probe, D width, V vocabulary.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from headrace.data.batch import MicroBatch
+from headrace.errors import UserError
+from headrace.training.loss import Head, chunked_cross_entropy, token_losses
+
+_MULTIPLIERS = ("logit_scale", "lm_head_multiplier")  # Cohere; Falcon H1
+_DIVISORS = ("logits_scaling",)  # Granite
+_SOFTCAP = "final_logit_softcapping"  # Gemma 2
+_PROBE_TOKENS = 4
+_PROBE_PEAK = 100.0  # the highest logit of the probe: far above every known cap, so that a missed cap shows
+
+
+def forward_loss(model: PreTrainedModel, batch: MicroBatch, scale: float, chunk: int) -> Tensor:
+    """The micro-batch's share of the step's loss: its summed cross-entropy times ``scale``.
+
+    Args:
+        model: a causal language model that passed :func:`check_head`.
+        batch: on any device; it is copied to the model's.
+        scale: one over the trained tokens of the whole optimizer step.
+        chunk: tokens whose logits exist at a time.
+
+    Returns:
+        A scalar whose backward gives the gradients of all trained parameters; see
+        :func:`~headrace.training.loss.chunked_cross_entropy`.
+    """
+    hidden_BLD = _hidden_states(model, batch)
+    labels_BL = batch.labels_BL.to(hidden_BLD.device)
+    return chunked_cross_entropy(hidden_BLD, output_head(model), labels_BL, scale=scale, chunk=chunk)
+
+
+@torch.no_grad()
+def forward_token_losses(model: PreTrainedModel, batch: MicroBatch, chunk: int) -> Tensor:
+    """The cross-entropy [B, L] of every trained token, 0 elsewhere; for evaluation, without gradients."""
+    hidden_BLD = _hidden_states(model, batch)
+    labels_BL = batch.labels_BL.to(hidden_BLD.device)
+    return token_losses(hidden_BLD, output_head(model), labels_BL, chunk=chunk)
+
+
+def output_head(model: PreTrainedModel) -> Head:
+    """The model's last linear layer, with the scaling and the soft cap that its config asks for.
+
+    Raises UserError if the output layer is not a plain ``nn.Linear``.
+    """
+    layer = model.get_output_embeddings()
+    if type(layer) is not nn.Linear:
+        raise UserError(
+            f"{type(model).__name__} ends in {type(layer).__name__}, but the loss needs a plain linear layer "
+            "from hidden states to logits; choose another model"
+        )
+    config = model.config.get_text_config()
+    scale = 1.0
+    for name in _MULTIPLIERS:
+        scale *= getattr(config, name, None) or 1.0
+    for name in _DIVISORS:
+        scale /= getattr(config, name, None) or 1.0
+    return Head(layer.weight, layer.bias, scale, getattr(config, _SOFTCAP, None))
+
+
+@torch.no_grad()
+def check_head(model: PreTrainedModel) -> None:
+    """Run the model on a few tokens and compare its own logits with those that the loss will compute.
+
+    Hidden states are made large on their way to the head, so that a soft cap shows. In training mode a model
+    with dropout draws random numbers: call before seeding.
+
+    Raises UserError if they differ (a head with further layers, a scaling that is not known here), or if the
+    model adds a router loss of its own, which would be left out.
+    """
+    _refuse_router_loss(model)
+    head, decoder = output_head(model), model.get_decoder()
+    seen: list[Tensor] = []
+
+    def enlarge(module: nn.Module, args: Any, output: Any) -> Any:
+        peak = _logits(replace(head, softcap=None), output[0]).abs().max()
+        seen.append(output[0] * (_PROBE_PEAK / peak) if peak else output[0])
+        output.last_hidden_state = seen[-1]
+        return output
+
+    handle = decoder.register_forward_hook(enlarge)
+    try:
+        input_ids = torch.arange(_PROBE_TOKENS, device=head.weight_VD.device)[None]
+        logits_BNV = model(input_ids=input_ids, use_cache=False).logits
+    finally:
+        handle.remove()
+    if not seen or not _agree(logits_BNV, _logits(head, seen[-1])):
+        raise UserError(
+            f"{type(model).__name__} does more between hidden states and logits than one linear layer, "
+            "a scaling and a soft cap, so its loss cannot be computed in chunks; choose another model"
+        )
+
+
+def _hidden_states(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
+    device = model.get_input_embeddings().weight.device
+    output = model.get_decoder()(
+        input_ids=batch.input_ids_BL.to(device),
+        position_ids=batch.position_ids_BL.to(device),
+        use_cache=False,  # with a cache, and with a mask of ones, transformers attends across documents
+        documents=batch.documents,
+    )
+    return output[0]
+
+
+def _logits(head: Head, hidden_BND: Tensor) -> Tensor:
+    logits_BNV = nn.functional.linear(hidden_BND, head.weight_VD, head.bias_V).float() * head.scale
+    return logits_BNV if head.softcap is None else head.softcap * torch.tanh(logits_BNV / head.softcap)
+
+
+def _agree(theirs: Tensor, ours: Tensor) -> bool:
+    # Four roundings (product, scaling, division, tanh) of the model's dtype lie between the two.
+    tolerance = max(4 * torch.finfo(theirs.dtype).eps, 1e-4) * ours.abs().max()
+    return theirs.shape == ours.shape and bool((theirs.float() - ours).abs().max() <= tolerance)
+
+
+def _refuse_router_loss(model: PreTrainedModel) -> None:
+    if getattr(model.config.get_text_config(), "output_router_logits", False):
+        raise UserError(
+            f"{type(model).__name__} adds a load-balancing loss of its router (output_router_logits=true in "
+            "config.json), which the chunked loss does not compute; set it to false there"
+        )

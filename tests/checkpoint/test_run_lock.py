@@ -1,0 +1,78 @@
+import errno
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from headrace.checkpoint.lock import RunLock
+from headrace.errors import UserError
+
+HOLD = """
+import os, sys, time
+from pathlib import Path
+from headrace.checkpoint.lock import RunLock
+with RunLock(Path(sys.argv[1])):
+    worker = os.fork() if sys.argv[2] == "fork" else None
+    if worker != 0:
+        print(worker, flush=True)
+    time.sleep(60)
+"""
+
+
+def holder(run, forks="alone"):
+    """A process that holds the lock of `run`, perhaps with a forked worker; returns it and the worker."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(run), forks], stdout=subprocess.PIPE, text=True
+    )
+    worker = process.stdout.readline().strip()
+    return process, worker
+
+
+def test_a_second_run_is_refused_with_the_number_of_the_first(tmp_path):
+    process, _ = holder(tmp_path)
+    with process:
+        for _ in range(2):
+            with pytest.raises(UserError, match=f"by process {process.pid} on .*choose another out"):
+                RunLock(tmp_path).__enter__()
+        process.kill()
+    with RunLock(tmp_path):
+        assert (tmp_path / ".lock").read_text().startswith(f"process {os.getpid()} on ")
+
+
+def test_a_worker_that_outlives_its_run_does_not_hold_it(tmp_path):
+    process, worker = holder(tmp_path, "fork")
+    try:
+        with process:
+            process.kill()
+            process.stdout.close()
+        with RunLock(tmp_path):
+            pass
+    finally:
+        os.kill(int(worker), signal.SIGKILL)
+
+
+def test_one_process_holds_a_directory_once(tmp_path):
+    run = tmp_path / "new" / "run"
+    with RunLock(run):
+        with pytest.raises(UserError, match=f"this process \\({os.getpid()}\\)"), RunLock(run / ".." / "run"):
+            pass
+        with RunLock(tmp_path):
+            pass
+        process = subprocess.run(
+            [sys.executable, "-c", HOLD, str(run), "alone"], capture_output=True, text=True
+        )
+        assert f"by process {os.getpid()} on" in process.stderr
+    with RunLock(run):
+        pass
+
+
+def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    with pytest.warns(UserWarning, match="cannot be locked .*No locks available"), RunLock(tmp_path):
+        pass
