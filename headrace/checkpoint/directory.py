@@ -14,6 +14,8 @@ from typing import Literal
 
 import psutil
 
+from headrace.memory.durable import sync_directory
+
 _CHECKPOINT = re.compile(r"checkpoint-(0|[1-9]\d*)")
 _WORK = re.compile(r"\.checkpoint-\d+\.(?:saving|removing)-(\d+)")
 
@@ -34,17 +36,6 @@ def list_checkpoints(run: Path) -> dict[int, Path]:
         return {}
     named = ((_CHECKPOINT.fullmatch(path.name), path) for path in run.iterdir())
     return dict(sorted((int(match[1]), path) for match, path in named if match))
-
-
-def sync_directory(path: Path) -> None:
-    """Wait until the names in ``path`` are on the disk: a rename is durable only after this."""
-    if os.name != "posix":  # Windows cannot open a directory, and orders its renames itself
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def remove(run: Path, step: int) -> None:

@@ -13,13 +13,13 @@ from headrace.checkpoint.directory import (
     list_checkpoints,
     remove,
     set_aside,
-    sync_directory,
     work_path,
 )
 from headrace.checkpoint.manifest import DamagedCheckpoint, Environment, Manifest, write_durably
 from headrace.checkpoint.restore import has_all_bytes, open_checkpoint
 from headrace.checkpoint.space import free_bytes, readable
 from headrace.errors import UserError
+from headrace.memory.durable import sync_directory
 from headrace.memory.tensorfile import Entry, write_tensors
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

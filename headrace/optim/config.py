@@ -33,8 +33,7 @@ class OptimConfig(Config):
 
     @model_validator(mode="after")
     def _nothing_without_effect(self) -> "OptimConfig":
-        given = self.model_fields_set
-        if "decay" in given and self.schedule != "wsd":
+        if self.decay != type(self).model_fields["decay"].default and self.schedule != "wsd":
             raise ValueError(f"optim.decay={self.decay:g} belongs to optim.schedule=wsd, not {self.schedule}")
         if self.min_lr and self.schedule == "constant":
             raise ValueError(

@@ -3,6 +3,7 @@
 Shapes: B rows, L positions, N positions of the probe, D width, V vocabulary.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +22,13 @@ _PROBE_TOKENS = 4
 _PROBE_PEAK = 100.0  # the highest logit of the probe: far above every known cap, so that a missed cap shows
 
 
-def forward_loss(model: PreTrainedModel, batch: MicroBatch, scale: float, chunk: int) -> Tensor:
+def forward_loss(
+    model: PreTrainedModel,
+    batch: MicroBatch,
+    scale: float,
+    chunk: int,
+    around_loss: AbstractContextManager | None = None,
+) -> Tensor:
     """The micro-batch's share of the step's loss: its summed cross-entropy times ``scale``.
 
     Args:
@@ -29,6 +36,7 @@ def forward_loss(model: PreTrainedModel, batch: MicroBatch, scale: float, chunk:
         batch: on any device; it is copied to the model's.
         scale: one over the trained tokens of the whole optimizer step.
         chunk: tokens whose logits exist at a time.
+        around_loss: entered for the loss alone, to measure it.
 
     Returns:
         A scalar whose backward gives the gradients of all trained parameters; see
@@ -36,7 +44,8 @@ def forward_loss(model: PreTrainedModel, batch: MicroBatch, scale: float, chunk:
     """
     hidden_BLD = _hidden_states(model, batch)
     labels_BL = batch.labels_BL.to(hidden_BLD.device)
-    return chunked_cross_entropy(hidden_BLD, output_head(model), labels_BL, scale=scale, chunk=chunk)
+    with around_loss or nullcontext():
+        return chunked_cross_entropy(hidden_BLD, output_head(model), labels_BL, scale=scale, chunk=chunk)
 
 
 @torch.no_grad()

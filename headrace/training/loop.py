@@ -15,15 +15,18 @@ from transformers import PreTrainedModel
 from headrace.data.batch import MicroBatch
 from headrace.data.loader import Loader
 from headrace.errors import UserError
+from headrace.memory.process import peak_resident_bytes
 from headrace.optim.config import OptimConfig
 from headrace.optim.offloaded import OffloadedAdamW
 from headrace.schedule.action import Action, Kind
-from headrace.training.activations import ActivationMeter
 from headrace.training.config import TrainConfig
 from headrace.training.forward import forward_loss
-from headrace.training.loss import loss_bytes
 from headrace.training.lr import learning_rate
+from headrace.training.meters import Meters
 from headrace.training.progress import StepReport
+
+MEASURED = 3
+"""Steps of a session in which activations and logits are measured; watching them costs a little time."""
 
 
 class Loop:
@@ -37,7 +40,7 @@ class Loop:
         steps: optimizer steps of the whole run, which shape the learning rate.
         train: settings of the loop.
         optim: settings of the learning rate.
-        meter: measures activations while it is entered.
+        meters: measure what autograd and the loss hold, in the first steps of a session.
     """
 
     def __init__(
@@ -50,7 +53,7 @@ class Loop:
         steps: int,
         train: TrainConfig,
         optim: OptimConfig,
-        meter: ActivationMeter,
+        meters: Meters,
     ) -> None:
         self.skipped = 0
         self.skipped_in_a_row = 0
@@ -61,9 +64,9 @@ class Loop:
         self._steps = steps
         self._train = train
         self._optim = optim
-        self._meter = meter
+        self._meters = meters
         self._ledger = optimizer.ledger
-        self._logits = _logits_bytes(model, train)
+        self._measured = 0
 
     def run(self, start: int) -> Iterator[StepReport]:
         """Take steps ``start``, ``start + 1``... until all are done, yielding after each.
@@ -85,12 +88,10 @@ class Loop:
         if self._held_out is None:
             return None
         self._model.eval()
-        batches = [
-            batch for step in range(self._held_out.steps_per_epoch) for batch in self._held_out.step(step)
-        ]
-        scale = 1.0 / max(1, sum(batch.valid_tokens for batch in batches))
+        scale, chunk = 1.0 / max(1, self._held_out.trained_tokens), self._train.loss_chunk
         with torch.no_grad():
-            losses = [forward_loss(self._model, b, scale, self._train.loss_chunk).double() for b in batches]
+            batches = self._held_out.in_order()
+            losses = [forward_loss(self._model, batch, scale, chunk).double() for batch in batches]
         self._model.train()
         return float(sum(losses))
 
@@ -101,7 +102,7 @@ class Loop:
         lr = learning_rate(index, self._steps, self._optim)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
-        loss = self._accumulate(batches, 1.0 / max(1, trained), measured=index % self._train.eval_every == 0)
+        loss = self._accumulate(batches, 1.0 / max(1, trained))
         self._optimizer.step()
         self._count_skips()
         seconds = time.perf_counter() - begin
@@ -118,23 +119,33 @@ class Loop:
             trained=trained,
             seconds=seconds,
             stall=sum(self._ledger.stalls.values()) - stalled,
+            held=self._held(),
         )
 
-    def _accumulate(self, batches: list[MicroBatch], scale: float, measured: bool) -> float:
+    def _accumulate(self, batches: list[MicroBatch], scale: float) -> float:
         """Forward and backward of every micro-batch; the sum of their shares of the loss."""
-        losses, lanes = [], self._optimizer.lanes
+        losses, lanes, meters = [], self._optimizer.lanes, self._meters
+        measured = self._measured < MEASURED
+        self._measured += measured
         for number, batch in enumerate(batches):
-            with self._meter if measured else nullcontext():
+            with meters.activations if measured else nullcontext():
                 with lanes.compute(Action(Kind.FORWARD, microbatch=number)):
-                    loss = forward_loss(self._model, batch, scale, self._train.loss_chunk)
+                    logits = meters.logits if measured else nullcontext()
+                    loss = forward_loss(self._model, batch, scale, self._train.loss_chunk, logits)
                 with lanes.compute(Action(Kind.BACKWARD, microbatch=number)):
                     loss.backward()
             losses.append(loss.detach().double())
             del loss  # and its graph, before the next forward
         tier = self._optimizer.device.tier
-        self._ledger.hold(tier, "activations", self._meter.peak)
-        self._ledger.hold(tier, "logits", self._logits)
+        self._ledger.hold(tier, "activations", meters.activations.peak)
+        self._ledger.hold(tier, "logits", meters.logits.peak)
         return float(sum(losses))
+
+    def _held(self) -> dict[str, int]:
+        held = {self._optimizer.host.tier: peak_resident_bytes()}
+        if self._optimizer.device is not self._optimizer.host:
+            held[self._optimizer.device.tier] = torch.cuda.max_memory_allocated()
+        return held
 
     def _count_skips(self) -> None:
         finite = math.isfinite(self._optimizer.norm.value)

@@ -4,7 +4,8 @@ Liger's fused linear cross-entropy (Hsu et al. 2024) in plain torch: per chunk o
 computed, turned in place into their own gradient, and multiplied into the gradients of the hidden states and
 of the head. Nothing is recomputed in the backward.
 
-Shapes: B sequences, L positions, T = B * L tokens, N the tokens of one chunk, D width, V vocabulary.
+Shapes: B sequences, L positions, T = B * L tokens, N the tokens of one chunk, D width, V vocabulary,
+P the chunk's tokens and what fills them up to a length that repeats.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from headrace.data.batch import IGNORED
+from headrace.memory.shapes import round_length
 
 _HEAD_ROWS = 16384  # rows of a 16-bit head's gradient computed at a time: bounds the 16-bit temporary
 
@@ -150,16 +152,25 @@ def _accumulate(
     logits = _Logits(head, min(chunk, len(labels_T)), trained=True)
     losses = []
     for index_N in _trained(labels_T, chunk):
-        x_ND, labels_N1 = hidden_TD[index_N], labels_T[index_N, None]
-        losses.append(logits.losses(x_ND, labels_N1))
-        sums.add(index_N, x_ND, *logits.gradient(labels_N1, scale))
+        x_PD, labels_P1 = _gathered(hidden_TD, labels_T, index_N, chunk)
+        losses.append(logits.losses(x_PD, labels_P1)[: len(index_N)])
+        sums.add(index_N, x_PD, *logits.gradient(labels_P1, scale))
     return _total(losses, scale, head)
 
 
 def _losses(hidden_TD: Tensor, labels_T: Tensor, head: Head, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
     logits = _Logits(head, min(chunk, len(labels_T)), trained=False)
     for index_N in _trained(labels_T, chunk):
-        yield index_N, logits.losses(hidden_TD[index_N], labels_T[index_N, None])
+        yield index_N, logits.losses(*_gathered(hidden_TD, labels_T, index_N, chunk))[: len(index_N)]
+
+
+def _gathered(hidden_TD: Tensor, labels_T: Tensor, index_N: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+    """Hidden states [P, D] and labels [P, 1] of a chunk's tokens, and zeros up to a length that repeats."""
+    rows, count = min(round_length(len(index_N)), chunk, len(labels_T)), len(index_N)
+    x_PD, labels_P1 = hidden_TD.new_zeros(rows, hidden_TD.shape[1]), labels_T.new_zeros(rows, 1)
+    torch.index_select(hidden_TD.detach(), 0, index_N, out=x_PD[:count])
+    torch.index_select(labels_T, 0, index_N, out=labels_P1[:count, 0])
+    return x_PD, labels_P1
 
 
 def _trained(labels_T: Tensor, chunk: int) -> Sequence[Tensor]:
@@ -250,14 +261,18 @@ class _Gradients:
             torch.zeros_like(head.bias_V, dtype=wide) if head.bias_V is not None and needed[2] else None
         )
 
-    def add(self, index_N: Tensor, x_ND: Tensor, wide_NV: Tensor, narrow_NV: Tensor) -> None:
-        """Add a chunk: its tokens' places and hidden states, the gradient of its logits in both dtypes."""
+    def add(self, index_N: Tensor, x_PD: Tensor, wide_PV: Tensor, narrow_PV: Tensor) -> None:
+        """Add a chunk: its tokens' places and hidden states, the gradient of its logits in both dtypes.
+
+        Rows beyond the tokens belong to none; their hidden states are zero.
+        """
+        count = len(index_N)
         if self._hidden_TD is not None:
-            self._hidden_TD.index_copy_(0, index_N, narrow_NV @ self._head.weight_VD)
+            self._hidden_TD.index_copy_(0, index_N, (narrow_PV @ self._head.weight_VD)[:count])
         if self._weight_VD is not None:
-            _add_product(self._weight_VD, narrow_NV, x_ND)
+            _add_product(self._weight_VD, narrow_PV, x_PD)
         if self._bias_V is not None:
-            self._bias_V += wide_NV.sum(0)
+            self._bias_V += wide_PV[:count].sum(0)
 
     def rounded(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The three sums in the dtypes of what they are gradients of; they are handed over, not kept."""

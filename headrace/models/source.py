@@ -1,0 +1,156 @@
+"""What a model path is, and its configuration as plain data; imports no torch: planning is fast."""
+
+import json
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+from headrace.errors import UserError
+
+WEIGHTS = "model.safetensors"
+"""The one file of a model that is not sharded."""
+
+INDEX = "model.safetensors.index.json"
+"""The file that says in which shard each tensor lies."""
+
+_OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.safetensors", "*.gguf")
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model comes from.
+
+    Attributes:
+        kind: ``directory`` (with weights), ``gguf``, or ``config`` (weights are drawn at random).
+        path: the directory; for ``gguf`` and ``config`` the file.
+        weights: the safetensors files of a directory.
+    """
+
+    kind: Literal["directory", "gguf", "config"]
+    path: Path
+    weights: tuple[Path, ...] = ()
+
+    @property
+    def directory(self) -> Path:
+        """Where files beside the weights lie: tokenizer, generation config."""
+        return self.path if self.kind == "directory" else self.path.parent
+
+
+def find_source(path: str | Path) -> Source:
+    """Classify a model path.
+
+    Raises UserError for what is none of the three kinds, for weights in another format than safetensors and
+    for an incomplete set of shards.
+    """
+    place = Path(path).expanduser()
+    if place.suffix == ".gguf" and place.is_file():
+        return Source("gguf", place)
+    if place.suffix == ".json" and place.is_file():
+        return Source("config", place)
+    if not (place / "config.json").is_file():
+        raise UserError(_not_a_model(str(path), place))
+    weights = _weight_files(place)
+    return Source("directory", place, weights) if weights else Source("config", place / "config.json")
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """The model's ``config.json`` as a dict, or the same keys from a GGUF file's metadata.
+
+    Raises UserError as :func:`find_source` does, and for quantised models and models that need remote code.
+    """
+    source = find_source(path)
+    if source.kind == "gguf":
+        status = source.path.stat()
+        return dict(_gguf_config(source.path, status.st_mtime_ns, status.st_size))
+    file = source.path / "config.json" if source.kind == "directory" else source.path
+    config = read_json(file)
+    if "model_type" not in config:
+        raise UserError(f"{file} has no model_type; it must be the config.json of a transformers model")
+    _refuse_quantised(config, file)
+    _refuse_remote_code(config, file)
+    return config
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object from a file; raises UserError naming the file when it holds something else."""
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read as JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise UserError(f"{file} must hold a JSON object, not {type(data).__name__}")
+    return data
+
+
+def _not_a_model(path: str, place: Path) -> str:
+    if place.is_dir():
+        return f"model.path={path}: the directory has no config.json"
+    if place.exists():
+        return f"model.path={path} is neither a .gguf file nor a config.json"
+    message = f"model.path={path} does not exist; give a model directory, a .gguf file or a config.json"
+    if _HUB_ID.fullmatch(path):
+        message += f" (to fetch a model of the hub: hf download {path} --local-dir DIRECTORY)"
+    return message
+
+
+def _weight_files(directory: Path) -> tuple[Path, ...]:
+    index = directory / INDEX
+    if index.is_file():
+        names = sorted({str(name) for name in read_json(index).get("weight_map", {}).values()})
+        absent = [name for name in names if not (directory / name).is_file()]
+        if absent:
+            raise UserError(
+                f"{directory} lacks {len(absent)} of the {len(names)} files named in {INDEX}, first "
+                f"{absent[0]}; fetch the model again"
+            )
+        if names:
+            return tuple(directory / name for name in names)
+    if (directory / WEIGHTS).is_file():
+        return (directory / WEIGHTS,)
+    others = sorted(file.name for pattern in _OTHER_WEIGHTS for file in directory.glob(pattern))
+    if others:
+        raise UserError(
+            f"{directory} has {others[0]} but neither {WEIGHTS} nor {INDEX}; convert it with transformers "
+            "(from_pretrained, then save_pretrained)"
+        )
+    return ()
+
+
+def _refuse_quantised(config: dict[str, Any], file: Path) -> None:
+    quantised = config.get("quantization_config")
+    if quantised:
+        method = quantised.get("quant_method", "unknown method") if isinstance(quantised, dict) else quantised
+        raise UserError(
+            f"{file}: the model is quantised ({method}), and full fine-tuning needs its real weights; "
+            "give the unquantised model"
+        )
+
+
+def _refuse_remote_code(config: dict[str, Any], file: Path) -> None:
+    if not config.get("auto_map"):
+        return
+    from transformers import CONFIG_MAPPING  # after a rare condition: it takes seconds
+
+    if config["model_type"] not in CONFIG_MAPPING:
+        raise UserError(
+            f"{file}: model_type {config['model_type']} needs code from its own repository (auto_map), which "
+            "is never run; give a model that transformers supports itself"
+        )
+
+
+@lru_cache(maxsize=1)  # the plan and the loader ask for the same file, and parsing it takes seconds
+def _gguf_config(file: Path, mtime_ns: int, size: int) -> dict[str, Any]:
+    try:
+        import gguf  # noqa: F401  transformers asks for it too, in many more words
+        from transformers import PreTrainedConfig
+    except ImportError as error:
+        raise UserError(f"{file}: reading GGUF needs the gguf package: pip install headrace[gguf]") from error
+    try:
+        config, _ = PreTrainedConfig.get_config_dict(file.parent, gguf_file=file.name)
+    except Exception as error:
+        raise UserError(f"{file} cannot be read as a GGUF model: {error}") from error
+    config.pop("_model_name_or_path", None)
+    return dict(config)

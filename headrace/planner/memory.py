@@ -1,0 +1,197 @@
+"""Predicts the ledger of a step from the model's config and the workload: every tier, before anything exists.
+
+Three kinds of figures stand here. Exact by construction: weights, the optimizer's buffers, the bytes of both
+links. Exact by derivation: activations and logits, held against measurement by tests. Estimates, each a named
+constant with its source: what Python and its libraries hold, and what comes and goes inside an operation.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from headrace.ledger import PURPOSES, Ledger
+from headrace.machine.machine import Machine
+from headrace.planner.activations import SavedBytes
+from headrace.planner.shape import ModelShape
+from headrace.planner.workload import Workload, round_length
+from headrace.schedule.action import Action, Kind
+
+MIB = 2**20
+
+STATE = 3 * 4
+"""Bytes of a parameter's optimizer state: master weight and two moments in fp32."""
+
+KERNEL_SCRATCH = 2**18 * 4
+"""Bytes of one worker's chunk of gradients in fp32 (optim.kernel.CHUNK elements)."""
+
+NORM_SCRATCH = 2**16 * 8
+"""Bytes of one worker's block of gradients in fp64 (optim.layout.BLOCK elements)."""
+
+HEAD_ROWS = 16384
+"""Rows of a bf16 head's gradient computed at a time (training.loss)."""
+
+PROCESS_BASE = 430 * MIB
+"""Resident bytes of Python with the libraries of a run, before a model is loaded. Measured on Linux with
+Python 3.11, torch 2.13.0+cpu, transformers 5.24 and datasets 4: after
+``import torch, transformers, datasets, typer, rich`` and one matrix product, /proc/self/status shows VmRSS
+438,600 kB, which is 428 MiB."""
+
+ALLOCATOR_SLACK = 64 * MIB
+"""Resident bytes that the C allocator keeps beyond what is in use: freed pieces and thread arenas."""
+
+ATTENTION_KERNEL = 4 * MIB
+"""Bytes of machine code that torch 2.13 keeps on a CPU for attention in bf16 at one length. Measured: a two-layer
+model's resident bytes grew by 60 MiB over 14 lengths that it had not met before."""
+
+PRODUCT_KERNELS = 10 * MIB
+"""The same for the matrix products of a layer in bf16 at one number of tokens; measured 4 to 14 MiB."""
+
+CUDA_DEVICE = 900 * MIB
+"""Bytes of a card taken by the CUDA context, the libraries' workspaces and the caching allocator's rounding.
+An assumption: no card was at hand to measure it."""
+
+CUDA_HOST = 1000 * MIB
+"""Resident bytes of the CUDA libraries beside :data:`PROCESS_BASE`. An assumption: no card was at hand."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A point of the step at which memory may peak: tier -> purpose -> bytes held then."""
+
+    name: str
+    held: Mapping[str, Mapping[str, int]]
+
+    def total(self, tier: str) -> int:
+        """Bytes held on ``tier``."""
+        return sum(self.held.get(tier, {}).values())
+
+
+def predict(shape: ModelShape, work: Workload, machine: Machine) -> Ledger:
+    """The ledger of one step: peaks by tier and purpose, of tiers, of the process, and bytes by link.
+
+    A tier's peak is that of its worst :func:`moments`, so it may be less than the sum over its purposes.
+    """
+    ledger = Ledger(steps=1)
+    for moment in moments(shape, work, machine):
+        for tier, held in moment.held.items():
+            ledger.hold_total(tier, moment.total(tier))
+            for purpose in PURPOSES:
+                if held.get(purpose):
+                    ledger.hold(tier, purpose, held[purpose])
+    ledger.hold(machine.device_tier, "activations", SavedBytes(shape, work, machine).peak)
+    ledger.process_peak = ledger.total(machine.host_tier)
+    for action, nbytes in link_bytes(shape, work).items():
+        ledger.book(action, 0.0, nbytes)
+    return ledger
+
+
+def moments(shape: ModelShape, work: Workload, machine: Machine) -> list[Moment]:
+    """When memory may peak: in the loss, at some layer of backward, as backward ends, and in the update."""
+    saved = SavedBytes(shape, work, machine)
+    added = {
+        "loss": {
+            "activations": saved.after_forward,
+            "logits": loss_bytes(shape, work),
+            "other": work.tokens * shape.hidden * work.element,  # the head's input
+        },
+        "backward": _backward(shape, work, saved),
+        "end of backward": {
+            "gradients": min(shape.numel, shape.largest + work.bucket) * work.element,
+            "logits": _waiting(shape, work),
+            "other": transient_bytes(shape, work),
+        },
+        "update": {},
+    }
+    return [Moment(name, _place(shape, work, machine, held)) for name, held in added.items()]
+
+
+def _backward(shape: ModelShape, work: Workload, saved: SavedBytes) -> dict[str, int]:
+    """The worst layer: as backward goes down, activations go and gradients fill a bucket."""
+    layer = (shape.numel - shape.vocab * shape.hidden) // shape.layers * work.element
+    activations = saved.in_backward
+    full = min(shape.numel, work.bucket) * work.element
+    gradients = [min(full, layer * (shape.layers - index)) for index in range(shape.layers)]
+    worst = max(range(shape.layers), key=lambda index: activations[index] + gradients[index])
+    return {
+        "activations": activations[worst],
+        "gradients": gradients[worst],
+        "logits": _waiting(shape, work),
+        "other": transient_bytes(shape, work),
+    }
+
+
+def _waiting(shape: ModelShape, work: Workload) -> int:
+    """The gradient of a tied head, which waits for the embedding's until backward ends."""
+    return shape.vocab * shape.hidden * work.element if shape.tied else 0
+
+
+def _place(
+    shape: ModelShape, work: Workload, machine: Machine, passing: Mapping[str, int]
+) -> dict[str, dict[str, int]]:
+    """What a moment adds on the device, together with what is always there."""
+    base = PROCESS_BASE + ALLOCATOR_SLACK + (kernel_bytes(work) if machine.unified else CUDA_HOST)
+    always = [
+        (machine.device_tier, {"weights": weight_bytes(shape, work)}),
+        (machine.device_tier, {} if machine.unified else {"other": CUDA_DEVICE}),
+        (machine.host_tier, pool_bytes(shape, work, machine)),
+        (machine.host_tier, {"other": base}),
+    ]
+    held: dict[str, dict[str, int]] = {}
+    for tier, purposes in [*always, (machine.device_tier, passing)]:
+        for purpose, nbytes in purposes.items():
+            on_tier = held.setdefault(tier, {})
+            on_tier[purpose] = on_tier.get(purpose, 0) + nbytes
+    return held
+
+
+def weight_bytes(shape: ModelShape, work: Workload) -> int:
+    """Bytes of the working weights and the module's buffers."""
+    return shape.numel * work.element + shape.buffer_bytes(work.element)
+
+
+def pool_bytes(shape: ModelShape, work: Workload, machine: Machine) -> dict[str, int]:
+    """Bytes by purpose that the optimizer takes from the host pool; exact."""
+    summed = work.micro_batches > 1
+    bucket = min(work.bucket, shape.aligned_numel) * work.element
+    landing = bucket if summed and not machine.unified else 0  # gradients land before they are summed
+    return {
+        "states": STATE * shape.aligned_numel,
+        "gradients": (4 if summed else work.element) * shape.aligned_numel,
+        "buffers": work.staging * bucket + landing + work.workers * (KERNEL_SCRATCH + NORM_SCRATCH),
+    }
+
+
+def link_bytes(shape: ModelShape, work: Workload) -> dict[Action, int]:
+    """Bytes of one step by action, summed over buckets; exact."""
+    nbytes = shape.numel * work.element
+    down = {Action(Kind.DOWN, microbatch=index): nbytes for index in range(work.micro_batches)}
+    return {**down, Action(Kind.UP): nbytes}
+
+
+def loss_bytes(shape: ModelShape, work: Workload) -> int:
+    """Highest bytes that the chunked loss allocates, the gradients it hands on included (training.loss)."""
+    element, rows = work.element, min(work.loss_chunk, work.tokens)
+    head = shape.vocab * shape.hidden
+    several = work.tokens > work.loss_chunk
+    narrow = element < 4
+    capped = 2 if shape.logit_cap else 1
+    logits = (
+        rows * shape.vocab * (4 * capped + (element if narrow else 0)) + 2 * rows * shape.hidden * element
+    )
+    product = min(HEAD_ROWS, shape.vocab) * shape.hidden * element if several and narrow else 0
+    rounding = head * element if several and narrow else 0
+    sums = head * (4 if several else element)
+    return work.tokens * shape.hidden * element + sums + max(logits + product, rounding)
+
+
+def kernel_bytes(work: Workload) -> int:
+    """Bytes of machine code that a CPU's 16-bit kernels grow to; other dtypes are not compiled by shape."""
+    if work.element == 4:
+        return 0
+    lengths = range(1, work.context + 1) if work.documents is None else work.documents
+    return len({round_length(length) for length in lengths}) * ATTENTION_KERNEL + PRODUCT_KERNELS
+
+
+def transient_bytes(shape: ModelShape, work: Workload) -> int:
+    """Bytes that backward allocates and frees within one layer: gradients of what stands between matrices."""
+    wide = max(shape.intermediate, shape.heads * shape.head_dim)
+    return work.tokens * (3 * wide * work.element + 3 * shape.hidden * 4)

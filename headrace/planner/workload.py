@@ -1,0 +1,82 @@
+"""What one training step asks of a model, as far as memory is concerned."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from headrace.errors import UserError
+
+ELEMENT = {"bf16": 2, "fp32": 4}
+"""Bytes of one element of a training dtype."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One optimizer step.
+
+    Attributes:
+        context: positions of a row.
+        micro_batch: rows of a micro-batch.
+        micro_batches: micro-batches whose gradients are summed before an update.
+        dtype: of weights, activations and gradients.
+        activations: ``keep`` what backward needs, or ``recompute`` each layer.
+        documents: tokens of each document of the heaviest micro-batch, None while the data is not known.
+            Attention runs document by document unless each is a whole row.
+        loss_chunk: tokens whose logits exist at a time.
+        bucket: elements of an optimizer bucket.
+        staging: buckets of gradients and weights on their way between device and host.
+        workers: threads of the optimizer kernel.
+    """
+
+    context: int
+    micro_batch: int = 1
+    micro_batches: int = 1
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    activations: Literal["keep", "recompute"] = "recompute"
+    documents: tuple[int, ...] | None = None
+    loss_chunk: int = 512
+    bucket: int = 2**24
+    staging: int = 2
+    workers: int = 1
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ELEMENT:
+            raise UserError(f"model.dtype {self.dtype!r} cannot be planned; these can: {', '.join(ELEMENT)}")
+        for name in ("context", "micro_batch", "micro_batches", "loss_chunk", "bucket", "workers"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} must be at least 1, not {getattr(self, name)}")
+
+    @property
+    def element(self) -> int:
+        """Bytes of one element of the training dtype."""
+        return ELEMENT[self.dtype]
+
+    @property
+    def tokens(self) -> int:
+        """Positions of one micro-batch, padding included."""
+        return self.micro_batch * self.context
+
+    @property
+    def whole_rows(self) -> bool:
+        """Whether every row is known to be one document."""
+        return self.documents == (self.context,) * self.micro_batch
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document, or of a row where that is not known."""
+        return self.context if self.documents is None else max(self.documents)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the whole step."""
+        return self.micro_batch * self.micro_batches
+
+    def with_micro_batch(self, rows: int) -> "Workload":
+        """The same step cut into micro-batches of ``rows``, which must divide its rows."""
+        assert self.rows % rows == 0, (self.rows, rows)
+        return replace(self, micro_batch=rows, micro_batches=self.rows // rows, documents=None)
+
+
+def round_length(length: int) -> int:
+    """The length at which 16-bit attention on a CPU computes ``length`` tokens (memory.shapes)."""
+    step = max(16, 1 << max(0, length.bit_length() - 3))
+    return -(-length // step) * step

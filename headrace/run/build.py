@@ -1,0 +1,135 @@
+"""Builds what a plan describes: data, model, optimizer and loop."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from headrace.data.prepare import Prepared, prepare
+from headrace.errors import UserError
+from headrace.memory.tensorfile import Entry
+from headrace.models.attention import check_packable
+from headrace.models.load import LoadedModel, load_model
+from headrace.models.recompute import recompute_layers
+from headrace.optim.groups import decay_groups
+from headrace.optim.offloaded import OffloadedAdamW
+from headrace.optim.store import DTYPES
+from headrace.run.directory import RunDirectory
+from headrace.run.file import RunFile
+from headrace.run.plan import Plan
+from headrace.training.forward import check_head
+from headrace.training.loop import Loop
+from headrace.training.meters import Meters
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run that is ready for its first step."""
+
+    loaded: LoadedModel
+    data: Prepared
+    optimizer: OffloadedAdamW
+    loop: Loop
+    steps: int
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model that is trained."""
+        return self.loaded.model
+
+
+def build(plan: Plan, directory: RunDirectory, on_tokenised: Callable[[int, int], None] | None = None) -> Job:
+    """Load the model, prepare the data, and put the optimizer and the loop on them.
+
+    Raises:
+        UserError: whatever the model, the data or the budget refuse.
+    """
+    run = plan.run
+    torch.set_num_threads(_number(run.threads.compute))
+    loaded = load_model(run.model.path, DTYPES[run.model.dtype], device=_device(plan), seed=run.train.seed)
+    if run.data.packing:
+        check_packable(loaded.model.config)
+    check_head(loaded.model)
+    data = _data(run, loaded, directory, on_tokenised)
+    torch.manual_seed(run.train.seed)
+    optimizer = _optimizer(run, loaded.model)
+    meters = Meters(loaded.model)
+    loaded.model.train()
+    if run.memory.activations == "recompute":
+        recompute_layers(loaded.model, meters.activations.contexts)
+    _hold_weights(loaded.model, optimizer)
+    steps = run.train.total_steps(data.train.steps_per_epoch)
+    loop = Loop(
+        loaded.model,
+        optimizer,
+        data.train,
+        data.eval,
+        steps=steps,
+        train=run.train,
+        optim=run.optim,
+        meters=meters,
+    )
+    return Job(loaded, data, optimizer, loop, steps)
+
+
+def state_entries(optimizer: OffloadedAdamW) -> dict[str, list[Entry]]:
+    """The optimizer's tables as they are saved and restored: by parameter name, in element order."""
+    return {table: [_entry(optimizer, table, name) for name in optimizer.names] for table in optimizer.tables}
+
+
+def _entry(optimizer: OffloadedAdamW, table: str, name: str) -> Entry:
+    return Entry(name, torch.float32, optimizer.shape(name), lambda: optimizer.pieces(table, name))
+
+
+def _data(
+    run: RunFile,
+    loaded: LoadedModel,
+    directory: RunDirectory,
+    on_tokenised: Callable[[int, int], None] | None,
+) -> Prepared:
+    if loaded.tokenizer is None:
+        raise UserError(
+            f"{run.model.path} has no tokenizer beside it: copy tokenizer.json and tokenizer_config.json "
+            "there"
+        )
+    return prepare(
+        run.data,
+        loaded.tokenizer,
+        directory=directory.data,
+        batch=run.train.batch,
+        micro_batch=_number(run.train.micro_batch),
+        seed=run.train.seed,
+        on_progress=on_tokenised,
+    )
+
+
+def _optimizer(run: RunFile, model: PreTrainedModel) -> OffloadedAdamW:
+    optim = run.optim
+    return OffloadedAdamW(
+        decay_groups(model, optim.weight_decay),
+        lr=optim.lr,
+        betas=(optim.beta1, optim.beta2),
+        eps=optim.eps,
+        max_grad_norm=optim.max_grad_norm,
+        release_gradients=True,
+        micro_batches=run.train.accumulation,
+        host=_number(run.memory.host),
+        bucket=run.update.bucket,
+        workers=_number(run.threads.update),
+    )
+
+
+def _hold_weights(model: PreTrainedModel, optimizer: OffloadedAdamW) -> None:
+    tensors = (*model.parameters(), *model.buffers())
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    optimizer.ledger.hold(optimizer.device.tier, "weights", sum(storages.values()))
+
+
+def _device(plan: Plan) -> torch.device:
+    return torch.device("cpu" if plan.machine.unified else "cuda")
+
+
+def _number(value: int | str) -> int:
+    assert isinstance(value, int), f"{value!r} was not filled in by the plan"
+    return value

@@ -1,0 +1,197 @@
+"""The plan: the run file with every `auto` filled in, and the ledger that it predicts."""
+
+import importlib.metadata
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from headrace.config import format_size
+from headrace.data.estimate import estimate
+from headrace.errors import UserError
+from headrace.ledger import Ledger
+from headrace.machine.cores import available_cores
+from headrace.machine.detect import detect
+from headrace.machine.machine import Machine
+from headrace.machine.presets import preset
+from headrace.models.source import read_config
+from headrace.planner.fit import KNOBS, Verdict, judge, lacking
+from headrace.planner.memory import predict
+from headrace.planner.report import memory_table
+from headrace.planner.shape import ModelShape
+from headrace.planner.workload import Workload
+from headrace.run.file import RunFile, dump, read_run_file, to_tree, validate
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will do and hold.
+
+    Attributes:
+        run: the run file; no value in it is ``auto`` except the data's format, which the first record tells.
+        shape: the model's sizes.
+        work: what one step asks of memory.
+        machine: what there is.
+        budgets: tier -> bytes that the run may hold there; never more than there is.
+        predicted: the ledger of one step.
+        verdict: whether it fits, and what would make it fit.
+    """
+
+    run: RunFile
+    shape: ModelShape
+    work: Workload
+    machine: Machine
+    budgets: dict[str, int]
+    predicted: Ledger
+    verdict: Verdict
+
+    def text(self) -> str:
+        """The printed page: what the run is, where bytes live, whether it fits."""
+        allowed = replace(self.machine, tiers={**self.machine.tiers, **self.budgets})
+        table = memory_table(self.predicted, allowed, self.work)
+        return "\n".join([self._title(), table, *self._notes(), str(self.verdict)])
+
+    def yaml(self) -> str:
+        """The run file with every default and the prediction: ``headrace train`` runs it."""
+        return dump(self.run.model_copy(update={"predicted": self.predicted.to_json()}))
+
+    def _notes(self) -> Iterator[str]:
+        for tier, asked in _asked(self.run, self.machine).items():
+            if asked > self.budgets[tier]:
+                yield f"! {KNOBS[tier]}={format_size(asked)} is more than {self.machine.name} has free"
+
+    def _title(self) -> str:
+        run, count = self.run, self.shape.numel
+        size = f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.1f} M"
+        tokens = run.train.batch * run.data.context
+        return (
+            f"{run.model.path}, {size} parameters, {run.model.dtype}, full fine-tuning, "
+            f"up to {tokens:,} tokens a step ({run.train.accumulation} x {run.train.micro_batch} x "
+            f"{run.data.context:,})"
+        )
+
+
+def plan(source: str | Path | RunFile, overrides: Sequence[str] = (), machine: str | None = None) -> Plan:
+    """Predict a run before anything is allocated.
+
+    Args:
+        source: a run file, by path or already read.
+        overrides: ``section.key=value`` texts.
+        machine: a preset's name; this machine by default.
+
+    Raises:
+        UserError: a mistake in the run file, a model or a machine that is not known.
+    """
+    run = source if isinstance(source, RunFile) else read_run_file(source, overrides)
+    config = read_config(run.model.path)
+    shape = ModelShape.from_config(config)
+    _check_context(run, config)
+    there = detect(*_accelerator()) if machine is None else preset(machine)
+    _check_tiers(run, there)
+    run = _fill(run, shape, there)
+    budgets = {tier: min(size, there.tiers[tier]) for tier, size in _asked(run, there).items()}
+    work = workload(run)
+    verdict = judge(shape, work, there, budgets)
+    return Plan(run, shape, work, there, budgets, verdict.ledger, verdict)
+
+
+def workload(run: RunFile) -> Workload:
+    """What one step of a filled-in run file asks of memory."""
+    micro_batch, workers = run.train.micro_batch, run.threads.update
+    assert micro_batch != "auto" and workers != "auto"
+    return Workload(
+        context=run.data.context,
+        micro_batch=micro_batch,
+        micro_batches=run.train.accumulation,
+        dtype=run.model.dtype,
+        activations=run.memory.activations,
+        loss_chunk=run.train.loss_chunk,
+        bucket=run.update.bucket,
+        workers=workers,
+    )
+
+
+def _fill(run: RunFile, shape: ModelShape, machine: Machine) -> RunFile:
+    """Replace every ``auto`` by what it stands for here."""
+    tree = to_tree(run)
+    memory, threads, train = tree["memory"], tree["threads"], tree["train"]
+    for key, tier in _budget_keys(machine):
+        if memory[key] == "auto":
+            memory[key] = machine.tiers[tier] // MIB * MIB
+    for lane in ("compute", "update"):
+        threads[lane] = available_cores() if threads[lane] == "auto" else threads[lane]
+    filled = validate(tree, "the plan")
+    if train["micro_batch"] == "auto":
+        train["micro_batch"] = _largest_that_fits(filled, shape, machine)
+    return validate(tree, "the plan")
+
+
+def _largest_that_fits(run: RunFile, shape: ModelShape, machine: Machine) -> int:
+    """The largest divisor of the batch whose prediction fits; 1 if none does."""
+    batch, budgets = run.train.batch, {**machine.tiers, **_asked(run, machine)}
+    for rows in sorted((n for n in range(1, batch + 1) if batch % n == 0), reverse=True):
+        train = run.train.model_copy(update={"micro_batch": rows})
+        work = workload(run.model_copy(update={"train": train}))
+        if not lacking(predict(shape, work, machine), budgets):
+            return rows
+    return 1
+
+
+def _asked(run: RunFile, machine: Machine) -> dict[str, int]:
+    """Tier -> the run file's budget, for a run file whose budgets are filled in."""
+    values = {tier: getattr(run.memory, key) for key, tier in _budget_keys(machine)}
+    return {tier: size for tier, size in values.items() if size != "auto"}
+
+
+def _budget_keys(machine: Machine) -> list[tuple[str, str]]:
+    """Keys of the run file's ``memory`` and the tiers that they limit."""
+    device = [] if machine.unified else [("device", machine.device_tier)]
+    return [*device, ("host", machine.host_tier)]
+
+
+def _check_tiers(run: RunFile, machine: Machine) -> None:
+    if machine.unified and run.memory.device != "auto":
+        raise UserError(
+            f"memory.device={format_size(run.memory.device)} means nothing on {machine.name}, which has no "
+            "accelerator: RAM is its only tier, set memory.host"
+        )
+
+
+def _accelerator() -> tuple[int | None, str]:
+    """Free bytes and name of the accelerator; torch is asked only when its build can have one."""
+    if importlib.metadata.version("torch").endswith("+cpu"):
+        return None, ""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None, ""
+    return torch.cuda.mem_get_info()[0], torch.cuda.get_device_name()
+
+
+def _check_context(run: RunFile, config: Mapping[str, Any]) -> None:
+    positions = config.get("max_position_embeddings")
+    if positions and run.data.context > positions:
+        raise UserError(
+            f"data.context={run.data.context} is more than the {positions} positions that "
+            f"{run.model.path} was made for: lower data.context"
+        )
+
+
+def estimated_steps(run: RunFile) -> tuple[int, bool]:
+    """Optimizer steps of the run, and whether that is an estimate from a sample of the data."""
+    if run.train.steps is not None:
+        return run.train.steps, False
+    rows = estimate(run.data).rows
+    return run.train.total_steps(-(-rows // run.train.batch)), True
+
+
+def adopt(saved: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
+    """The asked run file in which every ``auto`` is what the saved plan made of it."""
+    return {
+        key: adopt(saved[key], value)
+        if isinstance(value, dict) and isinstance(saved.get(key), dict)
+        else (saved.get(key, value) if value == "auto" else value)
+        for key, value in asked.items()
+    }

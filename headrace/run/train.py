@@ -1,0 +1,254 @@
+"""`headrace.train`: a run from its file to a Hugging Face directory, resumed where it was left."""
+
+import json
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headrace.checkpoint.changes import refuse_changes
+from headrace.checkpoint.directory import clean_leftovers
+from headrace.checkpoint.lock import RunLock
+from headrace.checkpoint.manifest import Environment
+from headrace.checkpoint.restore import Checkpoint, choose_checkpoint, leave_behind
+from headrace.checkpoint.rng import capture_rng, restore_rng
+from headrace.checkpoint.save import save_checkpoint
+from headrace.checkpoint.space import check_space
+from headrace.errors import UserError
+from headrace.ledger import Ledger
+from headrace.memory.durable import replace_text
+from headrace.memory.process import peak_resident_bytes
+from headrace.models.save import model_entries, save_model
+from headrace.planner.memory import STATE
+from headrace.run.build import Job, build, state_entries
+from headrace.run.directory import RunDirectory
+from headrace.run.file import RunFile, read_run_file, to_tree, validate
+from headrace.run.interrupt import Interruption
+from headrace.run.plan import Plan, adopt, plan
+from headrace.training.closing import Outcome, closing
+from headrace.training.metrics import Metrics
+from headrace.training.progress import Progress, StepReport, finished, fresh, resumed
+
+
+@dataclass
+class _Session:
+    """One process's share of a run."""
+
+    plan: Plan
+    directory: RunDirectory
+    start: Checkpoint | None
+    environment: Environment
+
+    @property
+    def run(self) -> RunFile:
+        return self.plan.run
+
+
+def train(source: str | Path | RunFile, overrides: Sequence[str] = ()) -> Path:
+    """Train as a run file says, from its newest complete checkpoint if there is one.
+
+    Args:
+        source: a run file or a plan, by path or already read.
+        overrides: ``section.key=value`` texts.
+
+    Returns:
+        The Hugging Face directory with the trained model.
+
+    Raises:
+        UserError: a mistake in the run file or its data, a budget too small, a run that is already going on.
+        KeyboardInterrupt: after Ctrl-C, with a checkpoint of the last whole step.
+    """
+    asked = source if isinstance(source, RunFile) else read_run_file(source, overrides)
+    directory = RunDirectory(asked.out)
+    with RunLock(directory.path), _plain_warnings():
+        clean_leftovers(directory.path)
+        session = _open(asked, directory)
+        if _is_finished(session):
+            assert session.start is not None
+            print(finished(session.start.step, directory.model))
+            return directory.model
+        return _work(session)
+
+
+def _open(asked: RunFile, directory: RunDirectory) -> _Session:
+    """Decide where the run starts and which plan it executes."""
+    resumable = asked.checkpoint.resume != "never" and directory.plan.exists()
+    saved = directory.read_plan() if resumable else {}
+    saved.pop("predicted", None)
+    tree = to_tree(asked)
+    tree.pop("predicted", None)
+    going_on = plan(validate(adopt(saved, tree), "the run file"))
+    environment = Environment.here(_threads(going_on.run))
+    start = choose_checkpoint(directory.path, asked.checkpoint.resume, environment)
+    if start is None:
+        planned = plan(asked)
+        return _Session(planned, directory, None, Environment.here(_threads(planned.run)))
+    for change in refuse_changes(saved, to_tree(going_on.run), asked.checkpoint.accept_changes):
+        warnings.warn(f"going on with a changed setting: {change}", stacklevel=2)
+    return _Session(going_on, directory, start, environment)
+
+
+def _is_finished(session: _Session) -> bool:
+    """Whether all steps are done and the model is out, judged without loading anything."""
+    if session.start is None or not session.directory.model.is_dir():
+        return False
+    saved, asked = session.start.state["length"], _length(session.run)
+    steps = asked["steps"] or (session.start.state["steps"] if saved == asked else None)
+    return steps is not None and session.start.step >= steps
+
+
+def _work(session: _Session) -> Path:
+    verdict = session.plan.verdict
+    if not verdict.fits:
+        raise UserError(str(verdict))
+    check_space(session.directory.path, STATE * session.plan.shape.numel, session.run.checkpoint.keep)
+    print(_first_line(session), flush=True)
+    job = build(session.plan, session.directory)
+    for line in job.data.lines():
+        print(line, flush=True)
+    _restore(session, job)
+    replace_text(session.directory.plan, session.plan.yaml())
+    outcome = _train(session, job)
+    return _finish(session, job, outcome)
+
+
+def _first_line(session: _Session) -> str:
+    threads, metrics = session.environment.threads, session.directory.metrics
+    if session.start is None:
+        return fresh(threads, metrics)
+    return resumed(session.start.step, session.start.path, threads, metrics)
+
+
+def _restore(session: _Session, job: Job) -> None:
+    """Put the job where the checkpoint was taken; later checkpoints belong to another future."""
+    leave_behind(session.directory.path, session.start)
+    if session.start is None:
+        return
+    state = session.start.state
+    if state["data"] != job.data.fingerprint and not session.run.checkpoint.accept_changes:
+        raise UserError(
+            f"the data is not what {session.start.path} was trained on: bring the files back, choose "
+            "another out, or go on all the same with checkpoint.accept_changes=true"
+        )
+    session.start.restore(state_entries(job.optimizer))
+    job.optimizer.restore(state["counts"])
+    job.optimizer.lanes.step = session.start.step
+    job.loop.skipped, job.loop.skipped_in_a_row = state["skipped"]
+    _take_over(job.optimizer.ledger, Ledger.from_json(state["ledger"]))
+    restore_rng(state["rng"])
+
+
+def _take_over(ledger: Ledger, earlier: Ledger) -> None:
+    """Go on with the account of earlier sessions; peaks are the highest of all."""
+    ledger.steps, ledger.seconds = earlier.steps, earlier.seconds
+    ledger.actions, ledger.stalls = earlier.actions, earlier.stalls
+    for tier, held in earlier.peaks.items():
+        for purpose, nbytes in held.items():
+            ledger.hold(tier, purpose, nbytes)
+
+
+def _train(session: _Session, job: Job) -> Outcome:
+    begin, first, last, evaluated = time.monotonic(), None, None, None
+    start = session.start.step if session.start else 0
+    budgets = session.plan.budgets
+    with (
+        Interruption() as interruption,
+        Metrics(session.directory.path, start, session.run.report) as metrics,
+        Progress(job.steps, start, budgets) as progress,
+    ):
+        for report in job.loop.run(start):
+            metrics.write(report.record())
+            progress.step(report)
+            first = report.loss if first is None else first
+            last, evaluated = report.loss, report.eval_loss or evaluated
+            if interruption.asked or _is_due(session.run, report, job.steps):
+                _save(session, job, report.number)
+            if interruption.asked and report.number < job.steps:
+                progress.say(f"stopped after step {report.number}: the same command goes on from there")
+                raise KeyboardInterrupt
+    return Outcome(job.steps, time.monotonic() - begin, first, last, evaluated, job.loop.skipped)
+
+
+def _is_due(run: RunFile, report: StepReport, steps: int) -> bool:
+    every = run.checkpoint.every
+    return report.number == steps or bool(every and report.number % every == 0)
+
+
+def _save(session: _Session, job: Job, step: int) -> None:
+    state = {
+        "steps": job.steps,
+        "length": _length(session.run),
+        "data": job.data.fingerprint,
+        "counts": job.optimizer.counts,
+        "skipped": [job.loop.skipped, job.loop.skipped_in_a_row],
+        "rng": capture_rng(),
+        "ledger": job.optimizer.ledger.to_json(),
+    }
+    tables = state_entries(job.optimizer)
+    keep, environment = session.run.checkpoint.keep, session.environment
+    save_checkpoint(session.directory.path, step, tables, state, environment=environment, keep=keep)
+
+
+def _length(run: RunFile) -> dict[str, Any]:
+    return {"steps": run.train.steps, "epochs": run.train.epochs}
+
+
+def _finish(session: _Session, job: Job, outcome: Outcome) -> Path:
+    """Write the model, compare the prediction with what was measured, say where things are."""
+    ledger = job.optimizer.ledger
+    target, model = session.directory.model, job.loaded.model
+    job.optimizer.close()
+    count = save_model(
+        target,
+        model_entries(model),
+        model.config,
+        job.loaded.tokenizer,
+        model.generation_config,
+        overwrite=True,
+    )
+    _measure_process(ledger, session.plan)
+    predicted = session.plan.predicted
+    both = {"predicted": predicted.to_json(), "measured": ledger.to_json()}
+    replace_text(session.directory.ledger, json.dumps(both))
+    for line in closing(outcome, predicted, ledger):
+        print(line)
+    print(f"Model  {target}: {count} tensors written, read back, equal")
+    print(f'Try    headrace sample {target} "Hello"')
+    return target
+
+
+def _measure_process(ledger: Ledger, plan: Plan) -> None:
+    """Where the system knows the whole, the tier's peak is the system's figure."""
+    ledger.process_peak = peak_resident_bytes()
+    if ledger.process_peak:
+        ledger.tier_peaks[plan.machine.host_tier] = ledger.process_peak
+    if not plan.machine.unified:
+        ledger.tier_peaks[plan.machine.device_tier] = torch.cuda.max_memory_allocated()
+
+
+def _threads(run: RunFile) -> dict[str, int]:
+    assert run.threads.compute != "auto" and run.threads.update != "auto"
+    return {"compute": run.threads.compute, "update": run.threads.update}
+
+
+@contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Headrace's own warnings are sentences for the user: print them as such."""
+    show = warnings.showwarning
+
+    def plain(message: Any, category: Any, filename: Any, *rest: Any) -> None:
+        if issubclass(category, UserWarning) and "headrace" in Path(filename).parts:
+            print(f"! {message}", flush=True)
+        else:
+            show(message, category, filename, *rest)
+
+    warnings.showwarning = plain  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        warnings.showwarning = show
