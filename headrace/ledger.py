@@ -99,6 +99,21 @@ class Ledger:
         """Peak bytes of ``tier``: measured as one sum, or the sum of its purposes in a prediction."""
         return self.tier_peaks.get(tier) or sum(self.peaks.get(tier, {}).values())
 
+    def __str__(self) -> str:
+        """Peak bytes by tier and purpose; then bytes, busy and waited-for seconds of each lane."""
+        lines = [f"{self.steps} steps, {self.seconds:.1f} s"]
+        for tier in (tier for tier in TIERS if tier in self.peaks):
+            lines.append(f"{tier} peak {self.total(tier):,} bytes")
+            lines += [f"  {purpose:12} {self.peaks[tier][purpose]:>18,}" for purpose in self._held(tier)]
+        lines.append(f"{'lane':10} {'bytes moved':>18} {'busy s':>9} {'waited for s':>13}")
+        for lane in self.lanes:
+            busy, waited = self.lane_seconds(lane), self.stalls.get(lane, 0.0)
+            lines.append(f"  {lane:8} {self.lane_bytes(lane):>18,} {busy:>9.2f} {waited:>13.2f}")
+        return "\n".join(lines)
+
+    def _held(self, tier: str) -> list[str]:
+        return [purpose for purpose in PURPOSES if purpose in self.peaks[tier]]
+
     def to_json(self) -> dict[str, Any]:
         """Plain data that ``from_json`` reads back."""
         actions = {str(a): [c.seconds, c.nbytes, c.count] for a, c in self.actions.items()}

@@ -6,8 +6,8 @@ from typing import Any
 
 from headrace.errors import UserError
 
-FREE = ("train.steps", "train.epochs", "report", "checkpoint", "memory")
-"""Keys, and sections with all their keys, that may change when a run goes on."""
+FREE = ("train.steps", "train.epochs", "report", "checkpoint", "memory", "out")
+"""Keys, and sections with all their keys, that may change when a run goes on; its directory may be moved."""
 
 _ABSENT = object()
 

@@ -79,9 +79,9 @@ def _large(home: Path) -> dict[str, Any]:
 def _small(source: str, out: Path) -> dict[str, Any]:
     return {
         "model": {"path": source, "dtype": "bf16"},
-        "data": {"train": str(MATERIAL / "chats.jsonl"), "context": 128},
-        "train": {"steps": STEPS, "batch": 8, "micro_batch": 8},
-        "optim": {"lr": 5e-5, "schedule": "constant", "warmup": 0, "weight_decay": 0.0},
+        "data": {"train": str(MATERIAL / "chats.jsonl"), "context": 256},
+        "train": {"steps": STEPS, "batch": 2, "micro_batch": 1},
+        "optim": {"lr": 1e-4, "schedule": "cosine", "warmup": 2},
         "memory": {"host": "4GiB"},
         "checkpoint": {"every": CHECKPOINT, "keep": 2},
         "out": str(out),

@@ -28,8 +28,10 @@ class Workers:
         self._errors: list[BaseException] = []
         self._done = threading.Semaphore(0)
         self._inboxes: list[queue.SimpleQueue[Share | None]] = [queue.SimpleQueue() for _ in range(1, count)]
-        for index, inbox in enumerate(self._inboxes, start=1):
+        self._threads = [
             start_thread(f"headrace-worker-{index}", partial(self._serve, index, inbox))
+            for index, inbox in enumerate(self._inboxes, start=1)
+        ]
 
     def run(self, share: Share) -> None:
         """Call ``share(i)`` once for every worker ``i`` and return when all have ended.
@@ -50,6 +52,8 @@ class Workers:
         """End the threads."""
         for inbox in self._inboxes:
             inbox.put(None)
+        for thread in self._threads:
+            thread.join()
 
     def _serve(self, index: int, inbox: "queue.SimpleQueue[Share | None]") -> None:
         while (share := inbox.get()) is not None:

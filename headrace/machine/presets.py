@@ -6,8 +6,7 @@ from headrace.machine.machine import Machine
 GIB = 2**30
 
 CARD_RESERVED = GIB // 2
-"""Bytes of a card that the driver and a desktop keep; a 24 GB card reports 23.99 GiB, of which about 23.5 are
-free with nothing else running."""
+"""Bytes of a card that the driver and a desktop keep; an assumption, not a measurement."""
 
 SYSTEM_RESERVED = 4 * GIB
 """Bytes of RAM left to the operating system and a browser; an assumption, not a measurement."""

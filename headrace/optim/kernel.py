@@ -74,9 +74,7 @@ def adamw(
         segments = [s for s in bucket.within(low, high) if s.parameter in counts]
         if not segments:
             continue
-        gradient = scratch[: high - low].copy_(tensors.gradient[low:high])
-        if coefficient != 1.0:
-            gradient.mul_(coefficient)
+        gradient = _scaled(tensors.gradient[low:high], coefficient, scratch[: high - low])
         _fused_adamw(
             _views(tensors.master, segments),
             [gradient[s.offset - low : s.end - low] for s in segments],
@@ -86,6 +84,14 @@ def adamw(
             hyper,
         )
         tensors.weight[low:high].copy_(tensors.master[low:high])
+
+
+def _scaled(gradient: Tensor, coefficient: float, scratch: Tensor) -> Tensor:
+    """The gradient in fp32 times the coefficient; the product of 16-bit numbers must be taken in fp32."""
+    if gradient.dtype == torch.float32:
+        return gradient if coefficient == 1.0 else torch.mul(gradient, coefficient, out=scratch)
+    scratch.copy_(gradient)
+    return scratch if coefficient == 1.0 else scratch.mul_(coefficient)
 
 
 def block_sums(gradient: Tensor, blocks: Sequence[Segment], scratch: Tensor) -> list[float]:

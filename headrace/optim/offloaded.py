@@ -1,6 +1,7 @@
 """AdamW as a torch Optimizer whose master weights and moments live in the host tier."""
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -221,7 +222,7 @@ class OffloadedAdamW(Optimizer):
         """End the threads, remove the hooks, give the memory back."""
         for hook in self._hooks:
             hook.remove()
-        self._engine.lanes.close()
+        self._end_lanes()
         self._engine.store.close()
 
     # -- how it works -------------------------------------------------------------------------------------
@@ -262,6 +263,8 @@ class OffloadedAdamW(Optimizer):
             workers=workers,
         )
         lanes = Lanes(device, self.ledger, workers)
+        # A thread inside torch when Python ends would abort the process: end them first, whoever forgets to.
+        self._end_lanes = weakref.finalize(self, lanes.close)
         return Engine(list(self._named.values()), store, policy, lanes, on_device, self.micro_batches)
 
     def _install_hooks(self) -> list[Any]:

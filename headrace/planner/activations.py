@@ -121,8 +121,10 @@ class SavedBytes:
         lengths = self._work.documents
         if self._work.whole_rows or not self._rounds:
             return self._tokens * width * self._element
-        if lengths is None:
-            return self._tokens * (width + apart) * self._element
+        if (
+            lengths is None
+        ):  # the originals stay if any document is of a round length: half of them are planned
+            return self._tokens * (width // 2 + apart) * self._element
         copied = [round_length(n) for n in lengths if round_length(n) != n]
         originals = self._tokens * width if len(copied) < len(lengths) else 0
         return (originals + sum(copied) * apart) * self._element

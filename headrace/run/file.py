@@ -56,6 +56,7 @@ def read_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunFile:
     tree = _read_yaml(Path(path))
     for text in overrides:
         _override(tree, text)
+    _drop_rivals(tree, overrides)
     return validate(tree, str(path))
 
 
@@ -131,6 +132,13 @@ def _override(tree: dict[str, Any], text: str) -> None:
             inner = node[section] = {"policy": inner} if section == "update" else {}
         node = inner
     node[sections[-1]] = parsed
+
+
+def _drop_rivals(tree: dict[str, Any], overrides: Sequence[str]) -> None:
+    """An override of ``train.steps`` replaces the file's ``train.epochs``, and the other way round."""
+    given = {text.partition("=")[0].strip() for text in overrides} & {"train.steps", "train.epochs"}
+    if len(given) == 1 and isinstance(tree.get("train"), dict):
+        tree["train"].pop("epochs" if given == {"train.steps"} else "steps", None)
 
 
 def _explain(error: ValidationError, source: str) -> str:

@@ -67,7 +67,7 @@ class Plan:
         size = f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.1f} M"
         tokens = run.train.batch * run.data.context
         return (
-            f"{run.model.path}, {size} parameters, {run.model.dtype}, full fine-tuning, "
+            f"{Path(run.model.path).name}, {size} parameters, {run.model.dtype}, full fine-tuning, "
             f"up to {tokens:,} tokens a step ({run.train.accumulation} x {run.train.micro_batch} x "
             f"{run.data.context:,})"
         )

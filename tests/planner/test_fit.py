@@ -60,13 +60,10 @@ def test_a_budget_is_raised_to_no_more_than_there_is() -> None:
 
 
 def test_single_changes_that_suffice_are_offered_the_least_harm_first() -> None:
-    verdict = judge(SHAPE, WORK, plain(needs() * 2 // 3))
-    assert settings_of(verdict) == [
-        "train.micro_batch=4",
-        "memory.activations=recompute",
-        "model.dtype=bf16",
-        "data.context=512",
-    ]
+    verdict = judge(SHAPE, WORK, plain(needs() * 3 // 4))
+    keys = [setting.split("=")[0] for setting in settings_of(verdict)]
+    assert keys == ["train.micro_batch", "memory.activations", "model.dtype", "data.context"]
+    assert all(len(fix.settings) == 1 for fix in verdict.fixes)
 
 
 def test_changes_are_combined_where_none_suffices_and_none_is_made_in_vain() -> None:

@@ -88,6 +88,15 @@ def test_mistakes_are_one_sentence_with_place_and_fix(write, text, message):
 
 
 @pytest.mark.parametrize(
+    ("override", "length"), [("train.steps=4", (4, None)), ("train.epochs=2", (None, 2.0))]
+)
+def test_an_override_replaces_its_rival(write, override, length):
+    for own in ("steps: 9", "epochs: 3"):
+        run = read_run_file(write(f"model: {{path: m}}\ndata: {{train: d}}\ntrain: {{{own}}}\n"), [override])
+        assert (run.train.steps, run.train.epochs) == length
+
+
+@pytest.mark.parametrize(
     ("override", "message"),
     [
         ("optim.lr", "section.key=value"),

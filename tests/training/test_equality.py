@@ -128,7 +128,6 @@ def train_plainly(model, batches, *, loss_of, clip=CLIP):
     optimizer = torch.optim.AdamW(
         decay_groups(model, OPTIM.weight_decay), betas=(OPTIM.beta1, OPTIM.beta2), fused=True
     )
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     losses = []
     for index in range(STEPS):
         step = batches.step(index)
@@ -138,16 +137,21 @@ def train_plainly(model, batches, *, loss_of, clip=CLIP):
             loss = loss_of(model, batch, scale)
             loss.backward()
             shares.append(float(loss.detach()))
-        coefficient = min(1.0, clip / (one_norm(parameters) + 1e-6))
-        for p in parameters:
-            if coefficient != 1.0:
-                p.grad.mul_(coefficient)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(index, STEPS, OPTIM)
-        optimizer.step()
-        optimizer.zero_grad()
+        clip_and_step(optimizer, index, clip)
         losses.append(sum(shares))
     return losses
+
+
+def clip_and_step(optimizer, index, clip):
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    coefficient = min(1.0, clip / (one_norm(parameters) + 1e-6))
+    for p in parameters:
+        if coefficient != 1.0:
+            p.grad.mul_(coefficient)
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(index, STEPS, OPTIM)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def chunked(model, batch, scale):
@@ -236,44 +240,50 @@ def test_smollm2_cut_against_whole_logits():
 
 
 @pytest.mark.slow
-def test_smollm2_cut_bf16_lies_on_plain_mixed_precision():
+def test_smollm2_cut_bf16_is_bit_equal_to_mixed_precision():
     ours = smollm2_cut(torch.bfloat16)
-    working, batches = copy.deepcopy(ours), Batches(text_tokens(), 96)
+    theirs, batches = copy.deepcopy(ours), Batches(text_tokens(), 96)
+    reports = train_with_headrace(ours, batches, bucket=2**20)
+    losses = train_mixed(theirs, batches, loss_of=chunked)
+    assert_equal(ours, theirs)
+    assert [r.loss for r in reports] == pytest.approx(losses, rel=1e-7)
+
+
+def test_bf16_is_bit_equal_to_mixed_precision():
+    ours = tiny_llama().bfloat16()
+    attach(ours)
+    theirs, batches = copy.deepcopy(ours), Batches(NOISE, 64)
     reports = train_with_headrace(ours, batches)
-    losses = train_mixed(working, batches)
-    assert [r.loss for r in reports] == pytest.approx(losses, abs=1e-3)
+    losses = train_mixed(theirs, batches, loss_of=chunked)
+    assert_equal(ours, theirs)
+    assert [r.loss for r in reports] == pytest.approx(losses, rel=1e-7)
 
 
-def train_mixed(working, batches):
-    """fp32 master weights under torch's AdamW, bf16 working weights, gradients summed in fp32."""
+def train_mixed(working, batches, *, loss_of):
+    """Plain mixed precision: fp32 master weights under torch's AdamW, bf16 working weights."""
     working.train()
     masters = {name: nn.Parameter(p.detach().float()) for name, p in working.named_parameters()}
-    groups = decay_groups(working, OPTIM.weight_decay)
-    optimizer = torch.optim.AdamW(
-        [{**g, "params": [masters[name] for name, _ in g["params"]]} for g in groups],
-        betas=(OPTIM.beta1, OPTIM.beta2),
-        fused=True,
-    )
+    groups = [
+        {**group, "params": [masters[name] for name, _ in group["params"]]}
+        for group in decay_groups(working, OPTIM.weight_decay)
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(OPTIM.beta1, OPTIM.beta2), fused=True)
     losses = []
     for index in range(STEPS):
         step = batches.step(index)
         scale = 1.0 / sum(batch.valid_tokens for batch in step)
-        total = 0.0
+        shares = []
         for batch in step:
-            loss = plain(working, batch, scale)
+            loss = loss_of(working, batch, scale)
             loss.backward()
-            total += float(loss.detach())
+            shares.append(float(loss.detach()))
             for name, p in working.named_parameters():
-                master = masters[name]
-                master.grad = p.grad.float() if master.grad is None else master.grad + p.grad.float()
+                master, gradient = masters[name], p.grad.float()
+                master.grad = gradient if master.grad is None else master.grad + gradient
                 p.grad = None
-        torch.nn.utils.clip_grad_norm_(masters.values(), CLIP)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(index, STEPS, OPTIM)
-        optimizer.step()
-        optimizer.zero_grad()
+        clip_and_step(optimizer, index, CLIP)
         with torch.no_grad():
             for name, p in working.named_parameters():
                 p.copy_(masters[name])
-        losses.append(total)
+        losses.append(sum(shares))
     return losses

@@ -14,6 +14,10 @@ from headrace.training.lr import learning_rate
 
 
 def course(steps: int, **settings: float | str) -> list[float]:
+    if settings.get("schedule") != "wsd":  # a fall of its own is refused elsewhere
+        settings.pop("decay", None)
+    if settings.get("schedule") == "constant":
+        settings.pop("min_lr", None)
     config = OptimConfig.model_validate({"lr": 1.0, **settings})
     return [learning_rate(step, steps, config) for step in range(steps)]
 
@@ -100,3 +104,11 @@ def test_warmup_and_decay_must_fit() -> None:
     assert course(10, schedule="wsd", warmup=4, decay=0.6).index(1) == 4
     assert len(course(7, schedule="wsd", warmup=0.5, decay=0.5)) == 7
     assert course(10, schedule="wsd", warmup=0, decay=0) == [1.0] * 10
+
+
+@pytest.mark.parametrize(
+    "settings", [{"schedule": "cosine", "decay": 0.3}, {"schedule": "constant", "min_lr": 0.1}]
+)
+def test_settings_without_effect_are_refused(settings: dict[str, float | str]) -> None:
+    with pytest.raises(ValueError, match=r"optim\.(decay|min_lr)="):
+        OptimConfig.model_validate(settings)
