@@ -1,4 +1,4 @@
-"""The one exception that stands for a user's mistake."""
+"""The exceptions that end a run with one sentence: a user's mistake, and a training that failed."""
 
 
 class UserError(ValueError):
@@ -6,4 +6,12 @@ class UserError(ValueError):
 
     The message is one clear sentence with the value, the place and the fix. The command line prints it
     without a traceback and ends with exit code 2.
+    """
+
+
+class RunStopped(RuntimeError):
+    """A run that cannot go on though nothing was wrong with what was asked: its training failed.
+
+    The message is one clear sentence with what happened and what to do. The command line prints it without a
+    traceback and ends with exit code 1.
     """

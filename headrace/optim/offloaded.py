@@ -30,6 +30,10 @@ BUCKET = 2**24
 """Default elements of a bucket: 32 MiB of bf16 gradients on a link."""
 
 
+class SkippedStep(UserWarning):
+    """A step was not taken because a gradient was not finite."""
+
+
 class OffloadedAdamW(Optimizer):
     """AdamW with fp32 master weights and moments in host memory, and working weights on the device.
 
@@ -121,7 +125,8 @@ class OffloadedAdamW(Optimizer):
         self.ledger.steps += 1
         if not self.norm.finite:
             self.skipped += 1
-            warnings.warn(f"step skipped: gradient not finite in {self.norm.offender}", stacklevel=2)
+            text = f"step skipped: gradient not finite in {self.norm.offender}"
+            warnings.warn(text, SkippedStep, stacklevel=4)  # the caller's line is behind two of torch's
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

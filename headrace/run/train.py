@@ -24,6 +24,7 @@ from headrace.ledger import Ledger
 from headrace.memory.durable import replace_text
 from headrace.memory.process import peak_resident_bytes
 from headrace.models.save import model_entries, save_model
+from headrace.optim.offloaded import SkippedStep
 from headrace.planner.memory import STATE
 from headrace.run.build import Job, build, state_entries
 from headrace.run.directory import RunDirectory
@@ -242,6 +243,8 @@ def _plain_warnings() -> Iterator[None]:
     show = warnings.showwarning
 
     def plain(message: Any, category: Any, filename: Any, *rest: Any) -> None:
+        if issubclass(category, SkippedStep):
+            return  # the progress says it, with the step's number
         if issubclass(category, UserWarning) and "headrace" in Path(filename).parts:
             print(f"! {message}", flush=True)
         else:

@@ -83,8 +83,8 @@ def check_head(model: PreTrainedModel) -> None:
     Hidden states are made large on their way to the head, so that a soft cap shows. In training mode a model
     with dropout draws random numbers: call before seeding.
 
-    Raises UserError if they differ (a head with further layers, a scaling that is not known here), or if the
-    model adds a router loss of its own, which would be left out.
+    Raises UserError if they differ (a head with further layers, a scaling that is not known here), if they
+    are not finite, or if the model adds a router loss of its own, which would be left out.
     """
     _refuse_router_loss(model)
     head, decoder = output_head(model), model.get_decoder()
@@ -92,6 +92,8 @@ def check_head(model: PreTrainedModel) -> None:
 
     def enlarge(module: nn.Module, args: Any, output: Any) -> Any:
         peak = _logits(replace(head, softcap=None), output[0]).abs().max()
+        if not peak.isfinite():
+            raise _not_finite(model)
         seen.append(output[0] * (_PROBE_PEAK / peak) if peak else output[0])
         output.last_hidden_state = seen[-1]
         return output
@@ -129,6 +131,14 @@ def _agree(theirs: Tensor, ours: Tensor) -> bool:
     # Four roundings (product, scaling, division, tanh) of the model's dtype lie between the two.
     tolerance = max(4 * torch.finfo(theirs.dtype).eps, 1e-4) * ours.abs().max()
     return theirs.shape == ours.shape and bool((theirs.float() - ours).abs().max() <= tolerance)
+
+
+def _not_finite(model: PreTrainedModel) -> UserError:
+    name = next((n for n, p in model.named_parameters() if not p.isfinite().all()), None)
+    reason = f"{name} holds NaN or infinity: fetch or save the model again"
+    if name is None:
+        reason = f"its activations overflow in {str(model.dtype).removeprefix('torch.')}: choose another dtype"
+    return UserError(f"{type(model).__name__} gives logits that are not finite, because {reason}")
 
 
 def _refuse_router_loss(model: PreTrainedModel) -> None:

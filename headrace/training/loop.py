@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from headrace.data.batch import MicroBatch
 from headrace.data.loader import Loader
-from headrace.errors import UserError
+from headrace.errors import RunStopped
 from headrace.memory.process import peak_resident_bytes
 from headrace.optim.config import OptimConfig
 from headrace.optim.offloaded import OffloadedAdamW
@@ -72,12 +72,12 @@ class Loop:
         """Take steps ``start``, ``start + 1``... until all are done, yielding after each.
 
         Raises:
-            UserError: after ``train.max_skipped`` steps in a row with a gradient that is not finite.
+            RunStopped: after ``train.max_skipped`` steps in a row with a gradient that is not finite.
         """
         for index in range(start, self._steps):
             yield self._step(index)
             if self.skipped_in_a_row >= self._train.max_skipped:
-                raise UserError(
+                raise RunStopped(
                     f"{self.skipped_in_a_row} steps in a row had a gradient that is not finite, the last in "
                     f"{self._optimizer.norm.offender}: lower optim.lr, look at the data, or raise "
                     "train.max_skipped"

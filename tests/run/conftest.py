@@ -4,6 +4,7 @@ import json
 import multiprocessing
 
 import pytest
+import torch
 import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
@@ -81,6 +82,14 @@ def write_run(tiny, tmp_path):
         return path
 
     return write
+
+
+@pytest.fixture(autouse=True)
+def own_threads():
+    """A run sets torch's threads for its whole process; the tests after it keep theirs."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")
