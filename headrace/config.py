@@ -3,7 +3,7 @@
 import re
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _UNITS |= {f"{prefix}I": 2 ** (10 * power) for power, prefix in enumerate("KMGT", start=1)}
@@ -54,5 +54,5 @@ def _float_from_text(value: Any) -> Any:
 Size = Annotated[int, BeforeValidator(parse_size), PlainSerializer(format_size, return_type=str)]
 """A number of bytes, written ``48GiB`` in a run file."""
 
-Number = Annotated[float, BeforeValidator(_float_from_text)]
-"""A float, also from the text forms that YAML leaves as strings (``1e-5``)."""
+Number = Annotated[float, BeforeValidator(_float_from_text), Field(allow_inf_nan=False)]
+"""A finite float, also from the text forms that YAML leaves as strings (``1e-5``)."""

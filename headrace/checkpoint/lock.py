@@ -26,7 +26,7 @@ class RunLock:
     outlive it do not hold it. The file ``.lock`` stays and names the last owner. Where the file system knows
     no locks, a warning says so and the run goes on.
 
-    Raises UserError naming the owner when another run holds the directory.
+    Raises UserError naming the owner when another run holds the directory, or when it cannot be made.
     """
 
     def __init__(self, run: Path) -> None:
@@ -36,8 +36,13 @@ class RunLock:
     def __enter__(self) -> Self:
         if self._path in _held:
             raise self._refusal(f"this process ({os.getpid()})")
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(self._path, "a+", encoding="utf-8")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(self._path, "a+", encoding="utf-8")
+        except OSError as error:
+            raise UserError(
+                f"out={self._path.parent} cannot be written to ({error.strerror}): choose another out"
+            ) from error
         try:
             self._lock()
         except BaseException:

@@ -1,6 +1,5 @@
 """Writing a checkpoint so that a kill at any instant leaves it complete or absent, never torn."""
 
-import errno
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,11 +17,9 @@ from headrace.checkpoint.directory import (
 from headrace.checkpoint.manifest import DamagedCheckpoint, Environment, Manifest, write_durably
 from headrace.checkpoint.restore import has_all_bytes, open_checkpoint
 from headrace.checkpoint.space import free_bytes, readable
-from headrace.errors import UserError
-from headrace.memory.durable import sync_directory
+from headrace.errors import RunStopped
+from headrace.memory.durable import DISK_FULL, sync_directory
 from headrace.memory.tensorfile import Entry, write_tensors
-
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def save_checkpoint(
@@ -48,7 +45,7 @@ def save_checkpoint(
     A complete checkpoint of the same step stands, for a step of a run has one state; a damaged one is set
     aside. Later steps must have been left behind (:func:`headrace.checkpoint.restore.leave_behind`).
 
-    Raises UserError when the disk is full; earlier checkpoints are then as they were.
+    Raises RunStopped when the disk is full; earlier checkpoints are then as they were.
     """
     assert keep >= 1 and step >= max(list_checkpoints(run), default=0), (keep, step)
     final = checkpoint_path(run, step)
@@ -85,14 +82,14 @@ def _written_aside(run: Path, step: int) -> Iterator[Path]:
         sync_directory(run)
     except BaseException as error:
         shutil.rmtree(aside, ignore_errors=True)
-        if isinstance(error, OSError) and error.errno in _DISK_FULL:
+        if isinstance(error, OSError) and error.errno in DISK_FULL:
             raise _disk_full(run, step, error) from error
         raise
 
 
-def _disk_full(run: Path, step: int, error: OSError) -> UserError:
+def _disk_full(run: Path, step: int, error: OSError) -> RunStopped:
     intact = ", ".join(path.name for path in list_checkpoints(run).values()) or "no earlier checkpoint"
-    return UserError(
+    return RunStopped(
         f"checkpoint-{step} could not be written to {run} ({error.strerror}, {readable(free_bytes(run))} "
         f"free): {intact} stands as before, make room and go on"
     )

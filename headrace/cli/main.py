@@ -2,10 +2,12 @@
 
 import io
 import sys
+from typing import NoReturn
 
 import typer
 
-from headrace.errors import UserError
+from headrace.errors import RunStopped, UserError
+from headrace.memory.durable import DISK_FULL
 from headrace.memory.process import prepare_process
 
 app = typer.Typer(
@@ -27,11 +29,18 @@ def main() -> None:
     try:
         app()
     except UserError as error:
-        print(f"headrace: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("headrace: stopped", file=sys.stderr)
-        sys.exit(1)
+        _end(str(error), 2)
+    except RunStopped as error:
+        _end(str(error), 1)
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+        _end(f"the disk is full ({error.strerror}): make room and give the same command again", 1)
+
+
+def _end(sentence: str, code: int) -> NoReturn:
+    print(f"headrace: {sentence}", file=sys.stderr)
+    sys.exit(code)
 
 
 def _register() -> None:

@@ -1,7 +1,11 @@
 """Names and small files that survive a kill and a power cut. No torch."""
 
+import errno
 import os
 from pathlib import Path
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Numbers of the OSErrors that mean: no room for what was to be written."""
 
 
 def sync_directory(path: str | os.PathLike[str]) -> None:
@@ -16,12 +20,16 @@ def sync_directory(path: str | os.PathLike[str]) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a text file in one step: a kill leaves the old or the new one."""
+    """Write a text file in one step: a kill or a full disk leaves the old or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}")
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
+    try:
+        with aside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
     sync_directory(path.parent)

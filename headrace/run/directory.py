@@ -9,13 +9,14 @@ from headrace.errors import UserError
 
 
 class RunDirectory:
-    """``RUN/``: plan.yaml, metrics.jsonl, ledger.json, checkpoint-STEP/, data/, model/."""
+    """``RUN/``: plan.yaml, metrics.jsonl, ledger.json, trace.json, checkpoint-STEP/, data/, model/."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.plan = self.path / "plan.yaml"
         self.ledger = self.path / "ledger.json"
         self.metrics = self.path / "metrics.jsonl"
+        self.trace = self.path / "trace.json"
         self.data = self.path / "data"
         self.model = self.path / "model"
 

@@ -1,7 +1,9 @@
 """Ctrl-C: the first one lets the step end, the second one stops at once."""
 
+import os
 import signal
 import threading
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Self
 
@@ -31,3 +33,5 @@ class Interruption:
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True
+        with suppress(OSError):  # not print: the signal may have come in the middle of one
+            os.write(2, b"\nCtrl-C: saving after this step; once more stops at once\n")

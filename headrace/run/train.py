@@ -20,6 +20,7 @@ from headrace.checkpoint.rng import capture_rng, restore_rng
 from headrace.checkpoint.save import save_checkpoint
 from headrace.checkpoint.space import check_space
 from headrace.errors import UserError
+from headrace.lanes import trace
 from headrace.ledger import Ledger
 from headrace.memory.durable import replace_text
 from headrace.memory.process import peak_resident_bytes
@@ -62,6 +63,7 @@ def train(source: str | Path | RunFile, overrides: Sequence[str] = ()) -> Path:
 
     Raises:
         UserError: a mistake in the run file or its data, a budget too small, a run that is already going on.
+        RunStopped: too many steps in a row had a gradient that is not finite, or the disk is full.
         KeyboardInterrupt: after Ctrl-C, with a checkpoint of the last whole step.
     """
     asked = source if isinstance(source, RunFile) else read_run_file(source, overrides)
@@ -89,6 +91,11 @@ def _open(asked: RunFile, directory: RunDirectory) -> _Session:
     if start is None:
         planned = plan(asked)
         return _Session(planned, directory, None, Environment.here(_threads(planned.run)))
+    if not saved:
+        raise UserError(
+            f"{directory.path} has checkpoints, but its plan.yaml is missing: bring a copy back, or start "
+            "afresh with checkpoint.resume=never"
+        )
     for change in refuse_changes(saved, to_tree(going_on.run), asked.checkpoint.accept_changes):
         warnings.warn(f"going on with a changed setting: {change}", stacklevel=2)
     return _Session(going_on, directory, start, environment)
@@ -127,18 +134,28 @@ def _first_line(session: _Session) -> str:
 
 def _restore(session: _Session, job: Job) -> None:
     """Put the job where the checkpoint was taken; later checkpoints belong to another future."""
+    if session.start is not None:
+        _check_data(session.start, job, session.run.checkpoint.accept_changes)
+        _take_up(session.start, job)
     leave_behind(session.directory.path, session.start)
-    if session.start is None:
+
+
+def _check_data(start: Checkpoint, job: Job, accept: bool) -> None:
+    if start.state["data"] == job.data.fingerprint:
         return
-    state = session.start.state
-    if state["data"] != job.data.fingerprint and not session.run.checkpoint.accept_changes:
+    if not accept:
         raise UserError(
-            f"the data is not what {session.start.path} was trained on: bring the files back, choose "
+            f"the data is not what {start.path} was trained on: bring the files back, choose "
             "another out, or go on all the same with checkpoint.accept_changes=true"
         )
-    session.start.restore(state_entries(job.optimizer))
+    warnings.warn(f"going on with other data than {start.path} was trained on", stacklevel=2)
+
+
+def _take_up(start: Checkpoint, job: Job) -> None:
+    state = start.state
+    start.restore(state_entries(job.optimizer))
     job.optimizer.restore(state["counts"])
-    job.optimizer.lanes.step = session.start.step
+    job.optimizer.lanes.step = start.step
     job.loop.skipped, job.loop.skipped_in_a_row = state["skipped"]
     _take_over(job.optimizer.ledger, Ledger.from_json(state["ledger"]))
     restore_rng(state["rng"])
@@ -193,6 +210,7 @@ def _save(session: _Session, job: Job, step: int) -> None:
     tables = state_entries(job.optimizer)
     keep, environment = session.run.checkpoint.keep, session.environment
     save_checkpoint(session.directory.path, step, tables, state, environment=environment, keep=keep)
+    replace_text(session.directory.trace, trace.dump(job.optimizer.lanes.trace.last_steps()))
 
 
 def _length(run: RunFile) -> dict[str, Any]:

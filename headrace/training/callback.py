@@ -48,7 +48,16 @@ class TrainerCallback(HfTrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Put the global norm before clipping and the number of skipped steps into Trainer's logs."""
-        if logs is not None and "loss" in logs:
-            logs["grad_norm"] = self._optimizer.norm.value
-            logs["skipped_steps"] = self._optimizer.skipped
+        """Put the number of skipped steps and, of released gradients, the global norm into Trainer's logs.
+
+        Into its history, and into what it shows. Callbacks that were called before this one, such as
+        TensorBoard's, have had Trainer's own norm, which is 0 for released gradients; for others it is true.
+        """
+        if logs is None or "loss" not in logs:
+            return
+        known: dict[str, float] = {"skipped_steps": self._optimizer.skipped}
+        if self._optimizer.release_gradients:
+            known["grad_norm"] = self._optimizer.norm.value
+        logs.update(known)
+        if state.log_history and state.log_history[-1].get("step") == state.global_step:
+            state.log_history[-1].update(known)  # Trainer copied the logs before it called us

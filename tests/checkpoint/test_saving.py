@@ -14,7 +14,7 @@ import torch
 from headrace.checkpoint.directory import clean_leftovers, list_checkpoints
 from headrace.checkpoint.restore import find_checkpoint
 from headrace.checkpoint.save import save_checkpoint
-from headrace.errors import UserError
+from headrace.errors import RunStopped
 
 
 def test_what_was_saved_comes_back(tmp_path):
@@ -85,7 +85,7 @@ def test_a_disk_that_fills_up_leaves_the_previous_checkpoint(tmp_path, monkeypat
     path = example.save(tmp_path, 1)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full_at(call))
-        with pytest.raises(UserError, match=r"checkpoint-2 .*checkpoint-1 stands as before"):
+        with pytest.raises(RunStopped, match=r"checkpoint-2 .*checkpoint-1 stands as before"):
             example.save(tmp_path, 2)
     assert list(tmp_path.iterdir()) == [path]
     example.check(find_checkpoint(tmp_path))
@@ -99,7 +99,7 @@ def test_a_write_beyond_the_limit_leaves_the_previous_checkpoint(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:
-        with pytest.raises(UserError, match="File too large"):
+        with pytest.raises(RunStopped, match="File too large"):
             save_checkpoint(tmp_path, 2, big, {}, environment=example.ENVIRONMENT, keep=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -116,7 +116,7 @@ example.save(run, 1)
 try:
     example.SHAPES["embed.weight"] = (100, 1000)
     example.save(run, 2)
-except ValueError as error:
+except RuntimeError as error:
     print(error, sorted(os.listdir(run)))
 """
 
