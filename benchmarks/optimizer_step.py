@@ -1,0 +1,149 @@
+"""How near the memory's bandwidth is the optimizer's kernel? Ours and its peers, in one process, interleaved.
+
+    pip install setuptools wheel ninja && pip install --no-build-isolation deepspeed==0.19.8   # needs g++
+    python -m benchmarks.optimizer_step --json
+
+All do the same: bf16 gradients in, AdamW on fp32 master weights and moments, bf16 weights out. That is 28
+bytes an element at least. The limit is a plain stream that reads and writes the same 28 bytes, on the same
+threads.
+"""
+
+import argparse
+import itertools
+import os
+from collections.abc import Callable
+from functools import partial
+
+from headrace.memory.process import prepare_process
+
+prepare_process()
+
+import torch  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+
+from benchmarks.report import Check, finish  # noqa: E402
+from benchmarks.timing import interleave, ratio  # noqa: E402
+from headrace.lanes.workers import Workers  # noqa: E402
+from headrace.ledger import Ledger  # noqa: E402
+from headrace.memory.budget import Budget  # noqa: E402
+from headrace.memory.pool import HostPool  # noqa: E402
+from headrace.optim.kernel import BucketTensors, Hyper, adamw, share  # noqa: E402
+from headrace.optim.layout import Bucket, Parameter, cut  # noqa: E402
+from headrace.optim.offloaded import BUCKET  # noqa: E402
+from headrace.optim.policies.sync import Sync  # noqa: E402
+from headrace.optim.store import HostStore  # noqa: E402
+
+CLIP = 0.37
+"""A clip coefficient; multiplying by it is part of the work where a row says so."""
+STREAM_CHUNK = 2**22
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    arguments.add_argument("--json", action="store_true")
+    arguments.add_argument("--rounds", type=int, default=15)
+    arguments.add_argument("--threads", type=int, default=2)
+    arguments.add_argument("--elements", type=int, default=6 * BUCKET)
+    given = arguments.parse_args()
+    torch.set_num_threads(given.threads)
+    rows = {
+        "stream": stream(given.elements, given.threads),
+        "headrace": headrace(given.elements, given.threads, 1.0),
+        "headrace, clipping": headrace(given.elements, given.threads, CLIP),
+        **plain("torch fused, casts", given.elements, partial(torch.optim.AdamW, fused=True)),
+        **plain("torch foreach, casts", given.elements, partial(torch.optim.AdamW, foreach=True)),
+        **deepspeed(given.elements, given.threads),
+    }
+    seconds = interleave(rows, given.rounds)
+    figures = {name: ratio(seconds["stream"], found) for name, found in seconds.items()}
+    print(f"share of the stream's bandwidth, {given.elements:,} elements, {given.threads} threads")
+    for name, value in figures.items():
+        gbs = given.elements * 28 / sorted(seconds[name])[len(seconds[name]) // 2] / 1e9
+        print(f"  {name:32} {value:5.2f}  {gbs:6.1f} GB/s")
+    checks = [Check("headrace: share of the stream", figures["headrace"], 0.80, figures["headrace"] >= 0.80)]
+    peer = "DeepSpeed CPUAdam, casts"
+    over = ratio(seconds[peer], seconds["headrace"]) if peer in seconds else 0.0
+    checks.append(Check("headrace: times as fast as DeepSpeed's CPUAdam", over, 1.2, over >= 1.2))
+    finish(figures, checks, given.json)
+
+
+def stream(numel: int, threads: int) -> Callable[[], None]:
+    """Reads and writes three fp32 tables in place and copies one bf16 table: 28 bytes an element."""
+    tables = [torch.zeros(numel) for _ in range(3)]
+    source, target = torch.zeros(2, numel, dtype=torch.bfloat16)
+    workers = Workers(threads)
+
+    def part(worker: int) -> None:
+        low, high = share(numel, worker, threads)
+        for start in range(low, high, STREAM_CHUNK):
+            stop = min(high, start + STREAM_CHUNK)
+            for table in tables:
+                table[start:stop].add_(1.0)
+            target[start:stop].copy_(source[start:stop])
+
+    return partial(workers.run, part)
+
+
+def headrace(numel: int, threads: int, coefficient: float) -> Callable[[], None]:
+    """The kernel over the buckets of a bf16 parameter, in the host buffers and on the workers of a run."""
+    layout = cut([Parameter("weight", numel, 0, "bf16")], BUCKET)
+    pool = HostPool(Budget("ram", None, Ledger(), "memory.host"))
+    store = HostStore(
+        layout, Sync().tables, pool, capacity=BUCKET, summed=False, landing=False, workers=threads
+    )
+    workers, steps, hyper = Workers(threads), itertools.count(1), Hyper(1e-3, 0.9, 0.999, 1e-8, 1e-2)
+    for each in layout.buckets:
+        store.gradients[each.index].normal_()
+
+    def execute() -> None:
+        counts = {0: torch.tensor(float(next(steps)))}
+        for each in layout.buckets:
+            tensors = store.bucket(each)
+
+            def part(worker: int, each: Bucket = each, tensors: BucketTensors = tensors) -> None:
+                span = share(each.size, worker, threads)
+                adamw(each, tensors, span, counts, hyper, coefficient, store.chunks[worker])
+
+            workers.run(part)
+
+    return execute
+
+
+def plain(name: str, numel: int, make: Callable[..., torch.optim.Optimizer]) -> dict[str, Callable[[], None]]:
+    """A torch optimizer on fp32 master weights, a cast before and after it; without and with clipping."""
+    return {name: cast_around(numel, make, 1.0), f"{name}, clipping": cast_around(numel, make, CLIP)}
+
+
+def cast_around(
+    numel: int, make: Callable[..., torch.optim.Optimizer], coefficient: float
+) -> Callable[[], None]:
+    master = nn.Parameter(torch.randn(numel))
+    optimizer = make([master])
+    gradient: Tensor = torch.randn(numel).bfloat16()
+    weight = torch.zeros(numel, dtype=torch.bfloat16)
+    master.grad = torch.zeros(numel)
+
+    def execute() -> None:
+        assert master.grad is not None
+        master.grad.copy_(gradient)
+        if coefficient != 1.0:
+            master.grad.mul_(coefficient)
+        optimizer.step()
+        weight.copy_(master.detach())
+
+    return execute
+
+
+def deepspeed(numel: int, threads: int) -> dict[str, Callable[[], None]]:
+    """DeepSpeed's CPUAdam as its ZeRO-Offload uses it, or nothing where it is not installed."""
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    try:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+    except ImportError:
+        print("DeepSpeed is not installed: see the top of this file")
+        return {}
+    return plain("DeepSpeed CPUAdam, casts", numel, partial(DeepSpeedCPUAdam, adamw_mode=True))
+
+
+if __name__ == "__main__":
+    main()
