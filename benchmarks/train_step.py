@@ -32,6 +32,7 @@ from torch import Tensor, nn  # noqa: E402
 from benchmarks.report import Check, finish  # noqa: E402
 
 LR, CLIP = 1e-4, 1.0
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Setting:
         """The micro-batches' token ids, [rows, length] each."""
         generator = torch.Generator().manual_seed(index)
         shape = (self.micro_batches, self.rows, self.length)
-        return list(torch.randint(0, 49152, shape, generator=generator))
+        return list(torch.randint(0, 49152, shape, generator=generator).to(DEVICE))
 
     def model(self, dtype: torch.dtype) -> nn.Module:
         """SmolLM2-135M's shape with fewer layers, weights drawn at random."""
@@ -70,7 +71,7 @@ class Setting:
             max_position_embeddings=2048,
             tie_word_embeddings=True,
         )
-        return LlamaForCausalLM(config).to(dtype).train()
+        return LlamaForCausalLM(config).to(DEVICE, dtype).train()
 
 
 def plain(setting: Setting, stepped: Callable[[], None]) -> None:
@@ -102,7 +103,7 @@ def trainer(setting: Setting, stepped: Callable[[], None]) -> None:
         def on_step_end(self, *_: Any, **__: Any) -> None:
             stepped()
 
-    ids = torch.cat([torch.cat(setting.step(index)) for index in range(setting.steps)])
+    ids = torch.cat([torch.cat(setting.step(index)) for index in range(setting.steps)]).cpu()
     with tempfile.TemporaryDirectory() as home:
         arguments = TrainingArguments(
             home,
@@ -112,7 +113,7 @@ def trainer(setting: Setting, stepped: Callable[[], None]) -> None:
             learning_rate=LR,
             max_grad_norm=CLIP,
             bf16=True,
-            use_cpu=True,
+            use_cpu=DEVICE == "cpu",
             optim="adamw_torch_fused",
             lr_scheduler_type="constant",
             save_strategy="no",
@@ -130,10 +131,10 @@ def deepspeed(setting: Setting, stepped: Callable[[], None]) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    os.environ.update(one, MASTER_PORT=str(port), DS_ACCELERATOR="cpu")
+    os.environ.update(one, MASTER_PORT=str(port), DS_ACCELERATOR=DEVICE)
     import deepspeed as library
 
-    library.init_distributed(dist_backend="gloo")
+    library.init_distributed(dist_backend="gloo" if DEVICE == "cpu" else "nccl")
     model = setting.model(torch.bfloat16)
     config = {
         "train_micro_batch_size_per_gpu": setting.rows,
@@ -168,7 +169,7 @@ def headrace(setting: Setting, stepped: Callable[[], None]) -> None:
     def micro_batch(ids_BL: Tensor) -> MicroBatch:
         labels_BL = ids_BL.roll(-1, 1)
         labels_BL[:, -1] = -100
-        positions_BL = torch.arange(setting.length).repeat(setting.rows, 1)
+        positions_BL = torch.arange(setting.length, device=DEVICE).repeat(setting.rows, 1)
         documents = tuple((row, 0, setting.length) for row in range(setting.rows))
         return MicroBatch(ids_BL, labels_BL, positions_BL, documents, labels_BL.ne(-100).sum().item())
 
@@ -227,12 +228,19 @@ def main() -> None:
 
 
 def run(peer: str, setting: Setting) -> dict[str, float]:
-    """Seconds of a step (the median, without the first two) and the peak RSS of this process."""
+    """Seconds of a step (the median, without the first two), and this process's peaks: RSS, device bytes."""
     ends: list[float] = []
-    PEERS[peer](setting, lambda: ends.append(time.perf_counter()))
+
+    def stepped() -> None:
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+        ends.append(time.perf_counter())
+
+    PEERS[peer](setting, stepped)
     assert len(ends) == setting.steps, (peer, len(ends))
     steps = [b - a for a, b in pairwise(ends[1:])]
-    return {"seconds": median(steps), "peak": peak_resident_bytes()}
+    device = torch.cuda.max_memory_allocated() if DEVICE == "cuda" else 0
+    return {"seconds": median(steps), "peak": peak_resident_bytes(), "device": device}
 
 
 def in_a_process(peer: str) -> dict[str, float] | None:
@@ -252,7 +260,9 @@ def report(found: dict[str, list[dict[str, float]]], setting: Setting, as_json: 
     peak = {n: median(r["peak"] for r in results) for n, results in ran.items()}
     print(f"{setting.layers} layers, {setting.tokens} tokens a step")
     for name in ran:
-        print(f"  {name:26} {speed[name]:8.1f} tokens/s  {peak[name] / 2**20:8.0f} MiB peak RSS")
+        device = median(result["device"] for result in ran[name]) / 2**20
+        on_device = f"  {device:8.0f} MiB on the device" if device else ""
+        print(f"  {name:26} {speed[name]:8.1f} tokens/s  {peak[name] / 2**20:8.0f} MiB peak RSS{on_device}")
     peers = [name for name in PEERS if name in ran and name != "headrace"]
     fastest = speed["headrace"] / max(speed[name] for name in peers)
     least = peak["headrace"] / min(peak[name] for name in peers)
