@@ -1,5 +1,6 @@
 """What every component's Config shares: strict keys, numbers and sizes as people write them."""
 
+import json
 import re
 from typing import Annotated, Any
 
@@ -21,15 +22,14 @@ def parse_size(value: int | float | str) -> int:
 
     Raises ValueError for anything else or for a size that is not above zero.
     """
-    if isinstance(value, bool):
-        raise ValueError(f"{value!r} is not a size; write for example 48GiB")
-    match = _SIZE.fullmatch(str(value))
+    match = None if isinstance(value, bool) or value is None else _SIZE.fullmatch(str(value))
     if match is None:
-        raise ValueError(f"{value!r} is not a size; write for example 48GiB")
-    nbytes = int(float(match[1]) * _UNITS[match[2].upper()])
-    if nbytes <= 0:
-        raise ValueError(f"a size must be above zero, not {value!r}")
-    return nbytes
+        written = repr(value) if isinstance(value, str) else json.dumps(value, default=str)
+        raise ValueError(f"{written} is not a size; write for example 48GiB")
+    size = float(match[1]) * _UNITS[match[2].upper()]
+    if not 1 <= size < 2**63:
+        raise ValueError(f"a size must be above zero and below 8,388,608 TiB, not {str(value)[:40]}")
+    return int(size)
 
 
 def format_size(nbytes: int) -> str:

@@ -15,3 +15,12 @@ class RunStopped(RuntimeError):
     The message is one clear sentence with what happened and what to do. The command line prints it without a
     traceback and ends with exit code 1.
     """
+
+
+def reason(error: BaseException) -> str:
+    """What another library's error says, in one line that fits into a sentence."""
+    text = getattr(error, "strerror", None) or str(error)
+    line = next((line.strip() for line in str(text).splitlines() if line.strip()), "")
+    # These hold no more than what was looked for, or nothing.
+    named = not line or isinstance(error, LookupError | AssertionError | OverflowError | ArithmeticError)
+    return f"{type(error).__name__}: {line}".rstrip(": ") if named else line.rstrip(".:")

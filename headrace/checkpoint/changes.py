@@ -6,8 +6,20 @@ from typing import Any
 
 from headrace.errors import UserError
 
-FREE = ("train.steps", "train.epochs", "report", "checkpoint", "memory", "out")
-"""Keys, and sections with all their keys, that may change when a run goes on; its directory may be moved."""
+FREE = (
+    "train.steps",
+    "train.epochs",
+    "update.bucket",
+    "threads.update",
+    "report",
+    "checkpoint",
+    "memory",
+    "out",
+)
+"""Keys, and sections with all their keys, that may change when a run goes on; its directory may be moved.
+
+Buckets and the update's threads change no bit: sums and pieces are cut at fixed places of each tensor.
+"""
 
 _ABSENT = object()
 

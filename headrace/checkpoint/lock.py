@@ -4,6 +4,8 @@ import errno
 import os
 import socket
 import warnings
+from contextlib import suppress
+from os.path import samestat
 from pathlib import Path
 from typing import Self, TextIO
 
@@ -23,8 +25,9 @@ class RunLock:
     """Context manager that holds ``run`` (created if missing) for this process.
 
     The lock belongs to the process: the system releases it at any end, SIGKILL too, and forked workers that
-    outlive it do not hold it. The file ``.lock`` stays and names the last owner. Where the file system knows
-    no locks, a warning says so and the run goes on.
+    outlive it do not hold it. The file ``.lock`` stays and names the last owner; a run that wrote nothing
+    else takes it away again, with the directories made for it. Where the file system knows no locks, a
+    warning says so and the run goes on.
 
     Raises UserError naming the owner when another run holds the directory, or when it cannot be made.
     """
@@ -32,22 +35,20 @@ class RunLock:
     def __init__(self, run: Path) -> None:
         self._path = run.absolute().resolve() / ".lock"
         self._file: TextIO | None = None
+        self._made: list[Path] = []
 
     def __enter__(self) -> Self:
         if self._path in _held:
             raise self._refusal(f"this process ({os.getpid()})")
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(self._path, "a+", encoding="utf-8")
-        except OSError as error:
-            raise UserError(
-                f"out={self._path.parent} cannot be written to ({error.strerror}): choose another out"
-            ) from error
-        try:
-            self._lock()
-        except BaseException:
-            self._file.close()
-            raise
+        self._made = [path for path in (self._path, *self._path.parents) if not path.exists()]
+        while not self._is_current():  # another run may have taken its own away meanwhile
+            self._open()
+            try:
+                self._lock()
+            except BaseException:
+                self._close()
+                raise
+        assert self._file is not None
         _held.add(self._path)
         self._file.truncate(0)
         self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
@@ -55,9 +56,34 @@ class RunLock:
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self._file is not None
-        self._file.close()
+        with suppress(OSError):
+            if self._path in self._made and list(self._path.parent.iterdir()) == [self._path]:
+                for path in self._made:
+                    path.unlink() if path == self._path else path.rmdir()
+        self._close()
         _held.remove(self._path)
+
+    def _open(self) -> None:
+        self._close()
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(self._path, "a+", encoding="utf-8")  # noqa: SIM115, __exit__ closes it
+        except OSError as error:
+            raise UserError(
+                f"out={self._path.parent} cannot be written to ({error.strerror}): choose another out"
+            ) from error
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _is_current(self) -> bool:
+        """Whether the file that is open is the one that stands under the name."""
+        try:
+            return self._file is not None and samestat(os.fstat(self._file.fileno()), self._path.stat())
+        except OSError:
+            return False
 
     def _lock(self) -> None:
         assert self._file is not None

@@ -129,6 +129,8 @@ def find_checkpoint(run: Path) -> Checkpoint | None:
         try:
             return open_checkpoint(path)
         except DamagedCheckpoint as damage:
+            if not path.exists():  # removed by the run that goes on, which left a newer one
+                return find_checkpoint(run)
             damages.append(str(damage))
             _warn(f"{damage}; {path.name} is passed over")
     if damages:

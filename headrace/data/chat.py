@@ -20,7 +20,13 @@ from headrace.data.formats import Document, Mask, checked_text, field_names
 from headrace.data.sources import Record
 from headrace.data.tally import Tally
 from headrace.data.tokens import Encoding, Tokenizer, encode_with_offsets
-from headrace.errors import UserError
+from headrace.errors import UserError, reason
+
+_ROLES = {"system", "user", "assistant"}
+"""Roles that every template knows; one that knows others must show that it does."""
+
+_UNSUPPORTED = ("tools", "functions", "tool_calls", "function_call")
+"""What calls of tools are written in, beside or in messages."""
 
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _WAY_OUT = "mark the answers with {% generation %} in the template, or set data.loss_on to completion or all"
@@ -42,7 +48,7 @@ class ChatEncoder:
     """Chats; trained are all answers, the last answer (``completion``), or everything."""
 
     def __init__(self, tokenizer: Tokenizer, loss_on: LossOn) -> None:
-        """Raises UserError when the tokenizer has no chat template."""
+        """Raises UserError when the tokenizer has no chat template, or several without a default one."""
         if not tokenizer.chat_template:
             raise UserError(
                 "data.format=messages needs a chat template and the tokenizer has none; "
@@ -50,7 +56,14 @@ class ChatEncoder:
             )
         self._tokenizer = tokenizer
         self._loss_on = loss_on
-        self._marked = _MARKS.search(tokenizer.get_chat_template()) is not None
+        try:
+            template = tokenizer.get_chat_template()
+        except ValueError as error:
+            raise UserError(
+                f"the tokenizer's chat template cannot be used ({reason(error)}): leave one in "
+                "chat_template.jinja"
+            ) from error
+        self._marked = _MARKS.search(template) is not None
 
     def encode(self, records: Sequence[Record], tally: Tally) -> Iterator[Document]:
         """See :class:`headrace.data.formats.Encoder`.
@@ -122,10 +135,32 @@ class ChatEncoder:
     def _render(self, messages: list[Message], place: str, tally: Tally) -> str | None:
         try:
             text = self._tokenizer.apply_chat_template(messages, tokenize=False)
-        except jinja2.TemplateError as error:
-            tally.reject(place, f"is refused by the chat template ({error})")
+        except jinja2.TemplateSyntaxError as error:
+            raise UserError(
+                f"line {error.lineno} of the tokenizer's chat template is no valid Jinja ({reason(error)}): "
+                "correct it, or fetch it again"
+            ) from error
+        except Exception as error:  # a template is a program, and can fail as any other
+            tally.reject(place, f"is refused by the chat template ({reason(error)})")
+            return None
+        if (odd := self._left_out(messages, text)) is not None:
+            flaw = f"has a message {odd + 1} that the chat template leaves out; its role is"
+            tally.reject(place, f"{flaw} {messages[odd]['role']!r}")
             return None
         return checked_text(text, "in 'messages'", place, tally)
+
+    def _left_out(self, messages: list[Message], text: str) -> int | None:
+        """The first message of an uncommon role without which the template gives the same ``text``."""
+        for number, message in enumerate(messages):
+            if message["role"] not in _ROLES:
+                others = messages[:number] + messages[number + 1 :]
+                try:
+                    without = self._tokenizer.apply_chat_template(others, tokenize=False)
+                except Exception:  # so the message makes a difference
+                    continue
+                if without == text:
+                    return number
+        return None
 
     def _answer(self, messages: list[Message], k: int, text: str, place: str) -> Span:
         start = self._length_of(messages[:k], text, place, prompt=True)
@@ -134,14 +169,14 @@ class ChatEncoder:
     def _length_of(self, messages: list[Message], text: str, place: str, *, prompt: bool) -> int:
         try:
             part = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
-        except jinja2.TemplateError as error:
-            part, reason = None, f" ({error})"
+        except Exception as error:  # a template is a program, and can fail as any other
+            part, why = None, f" ({reason(error)})"
         else:
-            reason = ""
+            why = ""
         if part is None or not text.startswith(part):
             raise UserError(
                 f"the chat template does not render the first {len(messages)} messages of {place} as the "
-                f"beginning of the whole chat{reason}, so answers can't be told from the rest: {_WAY_OUT}"
+                f"beginning of the whole chat{why}, so answers can't be told from the rest: {_WAY_OUT}"
             )
         return len(part)
 
@@ -174,15 +209,15 @@ class ChatEncoder:
 def _messages(record: Record, tally: Tally) -> list[Message] | None:
     """The record's messages, each with a role and a content in text, or None after a rejection."""
     messages = record.fields.get("messages")
-    reason = None
+    flaw = None
     if "messages" not in record.fields:
-        reason = f"has no field 'messages' but {field_names(record)}"
-    elif record.fields.get("tools"):
-        reason = "has 'tools', which are not supported"
+        flaw = f"has no field 'messages' but {field_names(record)}"
+    elif called := _first_call(record.fields):
+        flaw = f"has '{called}', which are not supported"
     elif not isinstance(messages, list) or not messages:
-        reason = "has no list of messages in 'messages'"
-    if reason is not None:
-        tally.reject(record.place, reason)
+        flaw = "has no list of messages in 'messages'"
+    if flaw is not None:
+        tally.reject(record.place, flaw)
         return None
     sound = (_is_sound(message, n, record.place, tally) for n, message in enumerate(messages or [], start=1))
     return messages if all(sound) else None
@@ -192,8 +227,16 @@ def _is_sound(message: Any, number: int, place: str, tally: Tally) -> bool:
     if not isinstance(message, dict):
         tally.reject(place, f"has a message {number} that is no object with 'role' and 'content'")
         return False
+    if called := _first_call(message):
+        tally.reject(place, f"has '{called}' in message {number}, which are not supported")
+        return False
     found = (
         checked_text(message.get(key), f"in '{key}' of message {number}", place, tally)
         for key in ("role", "content")
     )
     return all(text is not None for text in found)
+
+
+def _first_call(fields: dict[str, Any]) -> str | None:
+    """The name of a field in which tools are offered or called; empty ones, as Parquet has them, are none."""
+    return next((name for name in _UNSUPPORTED if fields.get(name)), None)

@@ -44,7 +44,7 @@ def resolve_loss(format: Format, loss_on: LossOn | Literal["auto"]) -> LossOn:
 
 
 class DataConfig(Config):
-    """A text file is one document; JSON and Parquet hold one record a line or row."""
+    """A text file is one text, divided into documents; JSON and Parquet hold one record a line or row."""
 
     train: str | list[str] = Field(
         description="a .txt, .jsonl, .json or .parquet file, a directory of them, or a list of one type"

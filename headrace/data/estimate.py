@@ -45,5 +45,5 @@ def estimate(config: DataConfig) -> Estimate:
 def _characters(record: Record) -> int:
     messages = record.fields.get("messages")
     if messages is not None:
-        return len(json.dumps(messages, ensure_ascii=False))
+        return len(json.dumps(messages, ensure_ascii=False, default=str))
     return sum(len(record.fields[name]) for name in _FIELDS if isinstance(record.fields.get(name), str))

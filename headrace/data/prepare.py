@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -88,6 +90,8 @@ def prepare(
     micro_batch: int,
     seed: int,
     on_progress: Progress | None = None,
+    earlier: Path | None = None,
+    vocabulary: int | None = None,
 ) -> Prepared:
     """Tokenise what ``config`` names into ``directory``, unless it is there, and lay it out in rows.
 
@@ -101,13 +105,24 @@ def prepare(
         micro_batch: rows a micro-batch.
         seed: of the split, the packing and the shuffling, not below 0.
         on_progress: called after every tokenised batch of records.
+        earlier: another such directory, which is read and never written to.
+        vocabulary: rows of the model's embedding, which no token id may reach; None: not looked at.
 
     Raises:
         UserError: for files that are missing or empty, records that ``bad_records`` or ``over_long`` refuse,
             settings that don't fit the records, a tokenizer or chat template that can't serve.
     """
     check_tokenizer(tokenizer)
-    portions = _portions(config, tokenizer, directory, seed, on_progress)
+    find = partial(
+        tokenise,
+        config=config,
+        tokenizer=tokenizer,
+        directory=directory,
+        on_progress=on_progress,
+        earlier=earlier,
+        vocabulary=vocabulary,
+    )
+    portions = _portions(config, seed, find)
     parts = []
     for portion in portions:
         rows = _rows(portion, config, seed)
@@ -121,16 +136,14 @@ def prepare(
     )
 
 
-def _portions(
-    config: DataConfig, tokenizer: Tokenizer, directory: Path, seed: int, on_progress: Progress | None
-) -> list[_Portion]:
-    train = tokenise("data.train", config.train, config, tokenizer, directory, on_progress)
+def _portions(config: DataConfig, seed: int, find: Callable[..., Documents]) -> list[_Portion]:
+    train = find("data.train", config.train)
     if config.eval is None:
         return [_Portion("train", train, np.arange(len(train)), train.tally)]
     if isinstance(config.eval, float):
         kept, held_out = _split(len(train), config.eval, seed)
         return [_Portion("train", train, kept, train.tally), _Portion("eval", train, held_out, None)]
-    evaluated = tokenise("data.eval", config.eval, config, tokenizer, directory, on_progress)
+    evaluated = find("data.eval", config.eval)
     return [
         _Portion("train", train, np.arange(len(train)), train.tally),
         _Portion("eval", evaluated, np.arange(len(evaluated)), evaluated.tally),

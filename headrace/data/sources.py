@@ -3,6 +3,7 @@
 import codecs
 import hashlib
 import json
+import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.data.tally import Tally
-from headrace.errors import UserError
+from headrace.errors import UserError, reason
 
 KINDS = {
     ".txt": "text",
@@ -58,10 +59,12 @@ class Sources:
 def find_sources(given: str | list[str], key: str) -> Sources:
     """The files that ``given`` names: files, or directories searched for files of a known type.
 
-    Raises UserError naming ``key`` where something is missing, of an unknown type or of another type.
+    Raises UserError naming ``key`` where something is missing, unreadable, named twice, of an unknown type or
+    of another type.
     """
-    paths = [given] if isinstance(given, str) else given
-    files = [path for name in paths for path in _files_at(Path(name).expanduser(), key)]
+    names = [given] if isinstance(given, str) else given
+    files = [path for name in names for path in _found(name, key)]
+    _refuse_repeated(files, key)
     kinds: dict[str, Path] = {}
     for path in files:
         kinds.setdefault(KINDS[path.suffix.lower()], path)
@@ -71,10 +74,29 @@ def find_sources(given: str | list[str], key: str) -> Sources:
     return Sources(tuple(files), next(iter(kinds)))
 
 
+def _found(name: str, key: str) -> list[Path]:
+    try:
+        return _files_at(Path(name).expanduser(), key)
+    except (OSError, RuntimeError) as error:  # RuntimeError: whose home is ~name?
+        place = getattr(error, "filename", None) or name
+        raise UserError(
+            f"{key}: {str(place)[:200]} cannot be read ({reason(error)}): name files, or a directory of "
+            "them, that you may read"
+        ) from error
+
+
+def _refuse_repeated(files: list[Path], key: str) -> None:
+    seen: set[Path] = set()
+    for path in files:
+        if path.resolve() in seen:
+            raise UserError(f"{key} names {path} twice, so that its records would count twice: name it once")
+        seen.add(path.resolve())
+
+
 def _files_at(path: Path, key: str) -> list[Path]:
     known = ", ".join(KINDS)
     if path.is_dir():
-        found = sorted(p for p in path.rglob("*") if _is_source(p.relative_to(path)) and p.is_file())
+        found = sorted(_files_below(path))
         if not found:
             raise UserError(f"{key}: the directory {path} holds no file of a known type ({known})")
         return found
@@ -85,9 +107,17 @@ def _files_at(path: Path, key: str) -> list[Path]:
     return [path]
 
 
-def _is_source(path: Path) -> bool:
-    hidden = any(part.startswith(".") for part in path.parts)
-    return path.suffix.lower() in KINDS and not hidden
+def _files_below(directory: Path) -> Iterator[Path]:
+    """Files of a known type; what is hidden is not searched, and what cannot be searched is an OSError."""
+
+    def stop(error: OSError) -> None:
+        raise error
+
+    for place, directories, names in os.walk(directory, onerror=stop):
+        directories[:] = [name for name in directories if not name.startswith(".")]
+        for path in (Path(place, name) for name in names if not name.startswith(".")):
+            if path.suffix.lower() in KINDS and path.is_file():
+                yield path
 
 
 def digest(path: Path) -> str:
@@ -99,7 +129,7 @@ def digest(path: Path) -> str:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
+        raise UserError(f"{path} cannot be read: {reason(error)}") from error
 
 
 def read_records(sources: Sources, tally: Tally) -> Iterator[Record]:
@@ -115,7 +145,7 @@ def read_records(sources: Sources, tally: Tally) -> Iterator[Record]:
                 empty = False
                 yield record
         except OSError as error:
-            raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
+            raise UserError(f"{path} cannot be read: {reason(error)}") from error
         if empty and tally.skipped == skipped:
             tally.reject(str(path), "is empty")
 
@@ -181,6 +211,8 @@ def _parse(raw: bytes, place: str, tally: Tally) -> Iterator[Any]:
         yield json.loads(text)
     except json.JSONDecodeError as error:
         tally.reject(place, f"is not whole, valid JSON ({error.msg} at column {error.colno})")
+    except ValueError:  # Python's limit on the digits of an integer
+        tally.reject(place, "holds a number of too many digits")
     except RecursionError:
         tally.reject(place, "is nested too deeply")
 
@@ -207,5 +239,5 @@ def _read_parquet(path: Path, tally: Tally) -> Iterator[Record]:
             )
             for number, fields in enumerate(rows, start=1):
                 yield Record(f"{path} (row {number})", fields, path.stat().st_size // count)
-        except (ValueError, datasets.exceptions.DatasetsError) as error:
-            tally.reject(str(path), f"is not a readable Parquet file ({error})")
+        except (ValueError, pyarrow.ArrowException, datasets.exceptions.DatasetsError) as error:
+            tally.reject(str(path), f"is not a readable Parquet file ({reason(error)})")

@@ -52,6 +52,10 @@ class Documents:
     def __len__(self) -> int:
         return len(self.lengths)
 
+    def largest_id(self) -> int:
+        """The largest token id of all documents; every one is read for it."""
+        return max(pc.max(chunk.flatten()).as_py() for chunk in self._dataset[:]["input_ids"].chunks)
+
     def fetch(self, indices: Sequence[int] | Indices) -> list[tuple[IdArray, Mask]]:
         """Ids and mask of trained tokens, both [tokens], of the documents in ``indices``, in that order."""
         chosen = np.asarray(indices, dtype=np.int64)

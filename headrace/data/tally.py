@@ -1,10 +1,16 @@
 """The account of what became of every record, and the switch between an error and a counted skip."""
 
+import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from headrace.errors import UserError
+
+_PARTICULARS = re.compile(r" \(| but |[;:]")
+"""Where a reason goes over to what only one record has."""
+
+_KINDS = 20  # of reasons that are told apart
 
 
 @dataclass
@@ -16,6 +22,7 @@ class Tally:
         records: records that gave at least one document.
         skipped: records left out because they are flawed or have nothing to train on.
         first_skipped: place and reason of the first of them.
+        reasons: why, without what only one record has, and how many of them.
         over_long: records left out because they are longer than the context.
         cut: records cut down to the context.
         shared_borders: records whose prompt and completion have one token in common.
@@ -28,6 +35,12 @@ class Tally:
     over_long: int = 0
     cut: int = 0
     shared_borders: int = 0
+    reasons: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def read(self) -> int:
+        """Records that there are, used or not."""
+        return self.records + self.skipped + self.over_long
 
     def reject(self, place: str, reason: str) -> None:
         """Leave the record at ``place`` out; ``reason`` continues a sentence that begins with the place.
@@ -39,6 +52,9 @@ class Tally:
             raise UserError(f"{sentence}; correct it, or leave such records out with data.bad_records=skip")
         self.skipped += 1
         self.first_skipped = self.first_skipped or sentence
+        kind = re.sub(r"\d+", "N", _PARTICULARS.split(reason)[0])
+        kind = kind if kind in self.reasons or len(self.reasons) < _KINDS else "has another flaw"
+        self.reasons[kind] = self.reasons.get(kind, 0) + 1
 
     def to_json(self) -> dict[str, Any]:
         """Plain data that ``from_json`` reads back."""

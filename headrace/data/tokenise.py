@@ -30,21 +30,41 @@ def tokenise(
     tokenizer: Tokenizer,
     directory: Path,
     on_progress: Progress | None = None,
+    earlier: Path | None = None,
+    vocabulary: int | None = None,
 ) -> Documents:
     """The documents of the files that ``given`` names, as the run file's ``key`` does.
 
     They are written to a directory of their own below ``directory``, named by the files' bytes, the settings
-    and the tokenizer; what is there already is used.
+    and the tokenizer; what is there already, or in ``earlier``, is used.
 
     Raises UserError for what :func:`headrace.data.prepare.prepare` lists.
     """
     sources = find_sources(given, key)
-    home = directory / _key(sources, config, tokenizer)
+    name = _key(sources, config, tokenizer)
+    home = directory / name
+    if earlier is not None and is_complete(earlier / name):
+        home = earlier / name
     if not is_complete(home):
         tally = Tally(config.bad_records)
-        documents = _documents(sources, config, tokenizer, tally, on_progress or (lambda done, total: None))
-        write(home, _at_least_one(documents, key, config.context, tally), tally)
-    return Documents(home)
+        read = _documents(sources, config, tokenizer, tally, on_progress or (lambda done, total: None))
+        write(home, _at_least_one(read, key, config.context, tally), tally)
+    documents = Documents(home)
+    if vocabulary is not None:
+        _check_ids(documents, tokenizer, vocabulary, key)
+    return documents
+
+
+def _check_ids(documents: Documents, tokenizer: Tokenizer, vocabulary: int, key: str) -> None:
+    """Raise UserError for a token that the model has no row for; reading all is rarely needed to know."""
+    if max(tokenizer.get_vocab().values()) < vocabulary:
+        return
+    if (largest := documents.largest_id()) >= vocabulary:
+        token = tokenizer.convert_ids_to_tokens(largest)
+        raise UserError(
+            f"{key} has the token {token!r} of id {largest}, but the model only {vocabulary:,} rows "
+            "(vocab_size): give the model its own tokenizer, or leave the token out of data and chat template"
+        )
 
 
 def _key(sources: Sources, config: DataConfig, tokenizer: Tokenizer) -> str:

@@ -107,6 +107,11 @@ class Lanes:
         self.ledger.book(action, end - start, nbytes)
         self.trace.add(Record(step, action, start, end, nbytes))
 
+    def inside(self) -> bool:
+        """Whether the caller runs on one of these threads, which then cannot wait for their end."""
+        threads = [*(lane.thread for lane in self._lanes.values()), *self.workers.threads]
+        return threading.current_thread() in threads
+
     def close(self) -> None:
         """End all threads; actions already submitted are finished first."""
         for lane in self._lanes.values():
@@ -127,14 +132,14 @@ class _Lane:
         self._lanes = lanes
         self._stream = stream
         self._inbox: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._thread = start_thread(f"headrace-{name}", self._serve)
+        self.thread = start_thread(f"headrace-{name}", self._serve)
 
     def submit(self, job: _Job) -> None:
         self._inbox.put(job)
 
     def close(self) -> None:
         self._inbox.put(None)
-        self._thread.join()
+        self.thread.join()
 
     def _serve(self) -> None:
         while (job := self._inbox.get()) is not None:

@@ -95,17 +95,21 @@ def read(path: Path) -> list[Record]:
         rows = data["records"]
         return [Record(step, actions[a], start / 1e6, end / 1e6, n) for step, a, start, end, n in rows]
     except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise UserError(f"{path} is damaged ({error}): delete it, the next checkpoint writes it anew") from None
+        raise UserError(
+            f"{path} is damaged ({error}): delete it, the next checkpoint writes it anew"
+        ) from None
 
 
 def chrome_trace(records: Sequence[Record]) -> dict[str, Any]:
-    """Records in Chrome's trace event format, which https://ui.perfetto.dev opens: a track a lane, one of steps.
+    """Records in Chrome's trace event format, which https://ui.perfetto.dev opens.
 
-    Times are in microseconds, as the format has them.
+    The first track has the steps, each lane one more. Times are in microseconds, as the format has them.
     """
     lanes = lane_order(records)
     tracks = {lane: index for index, lane in enumerate(["steps", *lanes])}
-    events: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "pid": 0, "args": {"name": "headrace"}}]
+    events: list[dict[str, Any]] = [
+        {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": "headrace"}}
+    ]
     for lane, track in tracks.items():
         names = {"thread_name": {"name": lane}, "thread_sort_index": {"sort_index": track}}
         events += [

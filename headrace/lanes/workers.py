@@ -28,7 +28,7 @@ class Workers:
         self._errors: list[BaseException] = []
         self._done = threading.Semaphore(0)
         self._inboxes: list[queue.SimpleQueue[Share | None]] = [queue.SimpleQueue() for _ in range(1, count)]
-        self._threads = [
+        self.threads = [
             start_thread(f"headrace-worker-{index}", partial(self._serve, index, inbox))
             for index, inbox in enumerate(self._inboxes, start=1)
         ]
@@ -52,7 +52,7 @@ class Workers:
         """End the threads."""
         for inbox in self._inboxes:
             inbox.put(None)
-        for thread in self._threads:
+        for thread in self.threads:
             thread.join()
 
     def _serve(self, index: int, inbox: "queue.SimpleQueue[Share | None]") -> None:

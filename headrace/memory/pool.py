@@ -1,6 +1,7 @@
 """Host buffers of exactly the size asked for, within a budget, in huge pages, pinned for an accelerator."""
 
 import mmap
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -55,5 +56,6 @@ def _map(nbytes: int) -> mmap.mmap:
         return mmap.mmap(-1, nbytes)
     region = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        region.madvise(mmap.MADV_HUGEPAGE)
+        with suppress(OSError):  # a kernel without huge pages: small ones do, only slower
+            region.madvise(mmap.MADV_HUGEPAGE)
     return region

@@ -9,8 +9,7 @@ Shapes: B rows, L positions of a row, N positions of a document, H query heads, 
 G = H / K query heads of a group, D head size.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from typing import Any
 
@@ -22,14 +21,10 @@ from transformers.utils import logging
 
 from headrace.errors import UserError
 from headrace.memory.shapes import round_length
+from headrace.models.documents import Documents, noted_documents, watch_documents
 
 NAME = "headrace"
 """The key in transformers' attention registry."""
-
-Documents = Sequence[tuple[int, int, int]]
-"""(row, start, stop) of every document, in order; positions in none are padding."""
-
-_given: ContextVar[Documents | None] = ContextVar("documents of the model call that is running", default=None)
 
 _Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -66,21 +61,16 @@ def attach(model: PreTrainedModel) -> None:
         )
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
-            module.register_forward_pre_hook(_note_documents, with_kwargs=True)
-            module.register_forward_hook(_forget_documents, always_call=True)
+            watch_documents(module)
 
 
-def _note_documents(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Some architectures drop keyword arguments between the model and its attention: then this tells."""
-    _given.set(kwargs.get("documents"))
+def check_packable(config: PreTrainedConfig, context: int | None = None) -> None:
+    """Raise UserError if a layer would let the documents of a row know of one another.
 
-
-def _forget_documents(module: torch.nn.Module, args: tuple, output: object) -> None:
-    _given.set(None)
-
-
-def check_packable(config: PreTrainedConfig) -> None:
-    """Raise UserError if a layer mixes positions by other means than attention (Mamba, convolutions)."""
+    Some layers mix positions by other means than attention (Mamba, convolutions). And with ``longrope`` all
+    positions of a call rotate by the frequencies of its longest document, if ``context``, the tokens of a
+    row, leaves room for one beyond the length that the model was first trained for.
+    """
     config = config.get_text_config()
     others = sorted({*(getattr(config, "layer_types", None) or ())} - _PACKABLE)
     if not others and not getattr(config, "num_attention_heads", None):
@@ -90,6 +80,21 @@ def check_packable(config: PreTrainedConfig) -> None:
             f"data.packing=true needs layers that are all attention, but {config.model_type} has "
             f"{', '.join(others)}, which would mix the documents of a row; set data.packing=false"
         )
+    short = _first_trained_length(config)
+    if context is not None and short is not None and context > short:
+        raise UserError(
+            f"data.packing=true with data.context={context} would let a document of more than {short} tokens "
+            f"change how {config.model_type} rotates all others of its micro-batch (longrope); set "
+            f"data.context={short}, or data.packing=false and train.micro_batch=1"
+        )
+
+
+def _first_trained_length(config: PreTrainedConfig) -> int | None:
+    """Tokens up to which a model with ``longrope`` uses its short frequencies; None for any other."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "longrope":
+        return None
+    return int(rope["original_max_position_embeddings"])
 
 
 def document_attention(
@@ -113,11 +118,7 @@ def document_attention(
     key-value cache, a mask, and whatever else an architecture asks of its attention.
     """
     _check_call(module, query, key, attention_mask, is_causal)
-    if documents is None and any(start > 0 for _, start, _ in _given.get() or ()):
-        raise UserError(
-            f"{type(module).__name__} is not handed the documents of a packed row by its model; set "
-            "data.packing=false"
-        )
+    documents = noted_documents(module) if documents is None else documents
     rows, length = query.shape[0], query.shape[2]
     whole_rows = tuple((row, 0, length) for row in range(rows))
     documents = whole_rows if documents is None else tuple(documents)

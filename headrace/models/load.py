@@ -1,10 +1,9 @@
 """Models into memory: read with pread, tensor by tensor, straight into parameters of the wanted dtype."""
 
-import mmap
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, redirect_stderr
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
@@ -16,20 +15,23 @@ from accelerate import init_empty_weights
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
-    AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import logging
 
-from headrace.errors import UserError
+from headrace.errors import UserError, reason
 from headrace.memory.tensorfile import TensorFile
 from headrace.models.attention import attach
-from headrace.models.source import Source, find_source, read_config
+from headrace.models.published import published_names
+from headrace.models.quiet import quiet
+from headrace.models.source import Source, find_source, read_config, require_weights
+from headrace.models.tokenizer import check_vocabulary, load_tokenizer, tokenizer_in
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+__all__ = ["LoadedModel", "load_model", "load_tokenizer", "tokenizer_in"]
+
+_REAL = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _RECOMPUTED = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$|\.attn\.(bias|masked_bias)$")
 
 
@@ -58,43 +60,27 @@ def load_model(
     From a directory, memory beyond the model's own is one small scratch; a GGUF file goes through
     transformers' reader. A configuration alone gives transformers' random initialisation under ``seed``,
     drawn in fp32 and cast. Raises UserError for what :func:`read_config` refuses, for architectures that
-    transformers or the attention hook does not know, and for tensors that are missing, unexpected or of
-    another shape.
+    transformers or the attention hook does not know, for tensors that are missing, unexpected, quantised or
+    of another shape, and for a tokenizer with tokens that the model has not.
     """
     source = find_source(path)
+    require_weights(source)
     config = _config(source)
     if source.kind == "gguf":
         model = _from_gguf(source, config, dtype, device)
     elif source.kind == "config":
-        model = _from_scratch(config, dtype, device, seed)
+        model = _from_scratch(source, config, dtype, device, seed)
     else:
         model = _from_directory(source, config, dtype, device)
     attach(model)
     model.to(device)  # the buffers; the parameters are there
     model.config.architectures = [type(model).__name__]
     if (source.directory / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(source.directory, local_files_only=True)
-    return LoadedModel(model.eval(), load_tokenizer(path))
-
-
-def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase | None:
-    """The tokenizer beside a model's weights or inside its GGUF file; None when there is none."""
-    source = find_source(path)
-    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    if source.kind == "gguf":
-        if not _has_gguf_tokenizer(source.path):
-            return None
-        options["gguf_file"] = source.path.name
-    elif not any((source.directory / name).is_file() for name in _TOKENIZER_FILES):
-        return None
-    with _quiet():
-        return AutoTokenizer.from_pretrained(source.directory, **options)
-
-
-def _has_gguf_tokenizer(file: Path) -> bool:
-    """Whether the metadata, which stand before the tensors, have the key; parsing them takes seconds."""
-    with open(file, "rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        return content.find(b"tokenizer.ggml.tokens") >= 0
+        model.generation_config = _generation_config(source.directory)
+    tokenizer = load_tokenizer(path)
+    if tokenizer is not None:
+        check_vocabulary(tokenizer, model.get_input_embeddings().weight.shape[0], path)
+    return LoadedModel(model.eval(), tokenizer)
 
 
 def _config(source: Source) -> PreTrainedConfig:
@@ -107,8 +93,23 @@ def _config(source: Source) -> PreTrainedConfig:
     try:
         return CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
     except Exception as error:  # whatever the architecture's own checks raise
+        raise _not_valid(source.path, error) from error
+
+
+def _not_valid(path: Path, error: Exception) -> UserError:
+    return UserError(
+        f"{path}: its configuration is not valid ({reason(error.__cause__ or error)}): correct config.json, "
+        "or fetch it again"
+    )
+
+
+def _generation_config(directory: Path) -> GenerationConfig:
+    try:
+        return GenerationConfig.from_pretrained(directory, local_files_only=True)
+    except Exception as error:  # broken JSON, and what its own checks refuse
         raise UserError(
-            f"{source.path}: its configuration is not valid: {error.__cause__ or error}"
+            f"{directory / 'generation_config.json'} cannot be read ({reason(error)}): fetch it again, or "
+            "delete it"
         ) from error
 
 
@@ -123,21 +124,27 @@ def _build(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
         ) from error
 
 
-def _skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def _skeleton(source: Source, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The modules with real buffers, computed as transformers does, and parameters that take no memory."""
-    with init_empty_weights(include_buffers=False):
-        model = _build(config, dtype)
+    try:
+        with init_empty_weights(include_buffers=False):
+            model = _build(config, dtype)
+    except UserError:
+        raise
+    except Exception as error:  # sizes that do not fit one another, names that nobody knows
+        raise _not_valid(source.path, error) from error
     model.tie_weights()  # tied inside, parameters would be two again: each assignment makes a new one
     return model
 
 
 def _from_scratch(
-    config: PreTrainedConfig, dtype: torch.dtype, device: str | torch.device, seed: int
+    source: Source, config: PreTrainedConfig, dtype: torch.dtype, device: str | torch.device, seed: int
 ) -> PreTrainedModel:
+    skeleton = _skeleton(source, config, dtype)  # before anything is drawn: it refuses what cannot be built
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         drawn = _build(config, torch.float32)
-    return _take_parameters(_skeleton(config, dtype), drawn, device)
+    return _take_parameters(skeleton, drawn, device)
 
 
 def _from_gguf(
@@ -148,7 +155,7 @@ def _from_gguf(
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     with redirect_stderr(StringIO()):  # the older reader's progress bar has no switch
         read = _read_by_transformers(source, dtype, **options)
-    return _take_parameters(_skeleton(config, dtype), read, device)
+    return _take_parameters(_skeleton(source, config, dtype), read, device)
 
 
 def _take_parameters(
@@ -177,10 +184,11 @@ def _finish(model: PreTrainedModel) -> PreTrainedModel:
 def _from_directory(
     source: Source, config: PreTrainedConfig, dtype: torch.dtype, device: str | torch.device
 ) -> PreTrainedModel:
-    model = _skeleton(config, dtype)
+    model = _skeleton(source, config, dtype)
     with ExitStack() as stack:
         files = [stack.enter_context(TensorFile(path)) for path in source.weights]
         stored = {name: file for file in files for name in file.entries}
+        _refuse_quantised(source.path, model, stored)
         match = _match(model, stored)
         if not match.foreign and not match.absent and not match.misshapen:
             _check_tied(source.path, match.copies, stored)
@@ -193,14 +201,14 @@ class _Match:
     """How the tensors of a checkpoint and of a model correspond.
 
     Attributes:
-        names: the model's tensor -> its name in the checkpoint.
+        names: the model's tensor -> the checkpoint's that hold it, one behind the other.
         copies: pairs of names in the checkpoint whose tensors the model ties.
         absent: what the model needs and the checkpoint lacks.
         foreign: what the checkpoint holds and the model does not know.
         misshapen: what has another shape.
     """
 
-    names: dict[str, str]
+    names: dict[str, list[str]]
     copies: list[tuple[str, str]]
     absent: list[str]
     foreign: list[str]
@@ -209,20 +217,43 @@ class _Match:
 
 def _match(model: PreTrainedModel, stored: Mapping[str, TensorFile]) -> _Match:
     state = dict(model.named_parameters()) | _persistent_buffers(model)
-    names, copies, absent, misshapen = {}, [], [], []
-    known = set()
-    for name, aliases in _aliases(model, state).items():
-        known.update(aliases)
+    aliases_of = _aliases(model, state)
+    whole = all(any(alias in stored for alias in aliases) for aliases in aliases_of.values())
+    published = {} if whole else _published(model)
+    match = _Match({}, [], [], [], [])
+    known: set[str] = set()
+    for name, aliases in aliases_of.items():
         present = [alias for alias in aliases if alias in stored]
-        copies += [(present[0], alias) for alias in present[1:]]
-        if not present:
-            absent.append(name)
-        elif stored[present[0]].entries[present[0]].shape != tuple(state[name].shape):
-            misshapen.append(name)
+        match.copies.extend((present[0], alias) for alias in present[1:])
+        parts = {present[0]: tuple(state[name].shape)} if present else published.get(name, {})
+        known.update(aliases, parts)
+        if not parts or not stored.keys() >= parts.keys():
+            match.absent.append(name)
+        elif any(stored[part].entries[part].shape != shape for part, shape in parts.items()):
+            match.misshapen.append(name)
         else:
-            names[name] = present[0]
-    foreign = [name for name in stored if name not in known and not _is_harmless(model, name)]
-    return _Match(names, copies, absent, foreign, misshapen)
+            match.names[name] = list(parts)
+    match.foreign.extend(name for name in stored if name not in known and not _is_harmless(model, name))
+    return match
+
+
+def _published(model: PreTrainedModel) -> dict[str, dict[str, tuple[int, ...]]]:
+    """The model's tensor -> names and shapes under which its stretches are published, in order."""
+    found: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, stretch in sorted(published_names(model).items(), key=lambda item: item[1].start):
+        found.setdefault(stretch.name, {})[name] = stretch.shape
+    return found
+
+
+def _refuse_quantised(path: Path, model: PreTrainedModel, stored: Mapping[str, TensorFile]) -> None:
+    buffers = _persistent_buffers(model)
+    for name, file in stored.items():
+        dtype = file.entries[name].dtype
+        if dtype not in _REAL and name not in buffers and not _is_harmless(model, name):
+            raise UserError(
+                f"{path}: {name} is stored as {str(dtype).removeprefix('torch.')}: the model is quantised, "
+                "and training needs its real weights; give the unquantised model"
+            )
 
 
 def _persistent_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -260,17 +291,28 @@ def _read(
     buffers = _persistent_buffers(model)
     for name, parameter in list(model.named_parameters()):
         value = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-        stored[match.names[name]].read_into(match.names[name], [value.view(-1)])
+        rest = value.view(-1)
+        for part in match.names[name]:
+            count = stored[part].entries[part].numel
+            stored[part].read_into(part, [rest[:count]])
+            rest = rest[count:]
         _set_parameter(model, name, value)
     for name, buffer in buffers.items():
-        buffer.copy_(stored[match.names[name]].read(match.names[name]))
+        (part,) = match.names[name]
+        buffer.copy_(stored[part].read(part))
     return _finish(model)
 
 
 def _convert(source: Source, dtype: torch.dtype, match: _Match) -> PreTrainedModel:
     """Let transformers rename and merge tensors; raise UserError for what it cannot place either."""
-    model = _read_by_transformers(source, dtype)
     odd = (match.foreign or match.absent or match.misshapen)[0]
+    try:
+        model = _read_by_transformers(source, dtype)
+    except RuntimeError as error:
+        raise UserError(
+            f"{source.path} holds tensors under other names or shapes than transformers knows, or only a "
+            f"part of them, first {odd}; fetch it again"
+        ) from error
     warnings.warn(
         f"{source.path} holds tensors under other names or shapes than {type(model).__name__} has (first "
         f"{odd}); transformers converted them, which takes up to the model's size in memory beside the model",
@@ -280,15 +322,10 @@ def _convert(source: Source, dtype: torch.dtype, match: _Match) -> PreTrainedMod
 
 
 def _read_by_transformers(source: Source, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
-    with _quiet():
+    options |= {"dtype": dtype, "local_files_only": True, "trust_remote_code": False}
+    with quiet():
         model, report = AutoModelForCausalLM.from_pretrained(
-            source.directory,
-            dtype=dtype,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-            local_files_only=True,
-            trust_remote_code=False,
-            **options,
+            source.directory, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
     for problem, keys in (
         ("lacks {}", report["missing_keys"]),
@@ -299,17 +336,3 @@ def _read_by_transformers(source: Source, dtype: torch.dtype, **options: Any) ->
             tensors = f"{len(keys)} tensor{'s' if len(keys) > 1 else ''}"
             raise UserError(f"{source.path} {problem.format(tensors)}, first {min(keys)}; fetch it again")
     return model
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without transformers' progress bars and remarks: what matters of them is checked by the caller."""
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()

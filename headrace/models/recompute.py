@@ -1,14 +1,9 @@
 """Activation checkpointing of a Hugging Face model's layers: keep each layer's input, recompute the rest."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-
 from torch import nn
 
 from headrace.errors import UserError
-
-Contexts = Callable[[], tuple[AbstractContextManager, AbstractContextManager]]
-"""Called at the forward of a layer: the contexts to run its forward and its recomputation in."""
+from headrace.models.documents import Contexts, Recalling
 
 
 def recompute_layers(model: nn.Module, contexts: Contexts | None = None) -> None:
@@ -18,7 +13,7 @@ def recompute_layers(model: nn.Module, contexts: Contexts | None = None) -> None
 
     Args:
         model: a transformers model.
-        contexts: passed on as ``context_fn`` of ``torch.utils.checkpoint.checkpoint``.
+        contexts: of each layer's forward and recomputation, ``context_fn`` of ``torch.utils.checkpoint``.
 
     Raises:
         UserError: if the model cannot recompute its layers.
@@ -27,9 +22,10 @@ def recompute_layers(model: nn.Module, contexts: Contexts | None = None) -> None
         raise UserError(
             f"{type(model).__name__} cannot recompute its layers: set memory.activations=keep for this model"
         )
-    options: dict[str, object] = {"use_reentrant": False}
-    if contexts is not None:
-        options["context_fn"] = contexts
+    options: dict[str, object] = {"use_reentrant": False, "context_fn": Recalling(contexts)}
     # transformers 5.24 renamed the switch and warns about the older name.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable(options)  # type: ignore[operator]
+    if hasattr(model, "disable_input_require_grads"):
+        # The reentrant kind needs gradients at its inputs. This one would only run backward where nothing trains.
+        model.disable_input_require_grads()  # type: ignore[operator]

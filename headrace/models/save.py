@@ -6,7 +6,9 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,6 +17,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, Pr
 from headrace.errors import UserError
 from headrace.memory.durable import sync_directory
 from headrace.memory.tensorfile import Entry, TensorFile, write_tensors
+from headrace.models.published import Stretch, published_names
 from headrace.models.source import INDEX, WEIGHTS, find_source
 
 SHARD_BYTES = 5 * 10**9
@@ -24,17 +27,30 @@ _BLOCK = 2**20  # elements compared at a time
 
 
 def model_entries(model: PreTrainedModel, dtype: torch.dtype | None = None) -> list[Entry]:
-    """The tensors of a model that a checkpoint holds: tied weights once, under the name transformers keeps.
+    """The tensors of a model as ``save_pretrained`` would write them: published names, tied weights once.
 
     Floating tensors are stored as ``dtype`` when it is given; nothing is copied until an entry is written.
     """
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     dropped = {*tied, *(getattr(model, "_keys_to_ignore_on_save", None) or ())}
-    state = {name: tensor for name, tensor in model.state_dict().items() if name not in dropped}
+    published: dict[str, list[tuple[str, Stretch]]] = {}
+    for name, stretch in published_names(model).items():
+        published.setdefault(stretch.name, []).append((name, stretch))
     return [
-        Entry.of(name, tensor, dtype if tensor.is_floating_point() else None)
-        for name, tensor in state.items()
+        _entry(name, tensor, stretch, dtype)
+        for own, tensor in model.state_dict().items()
+        if own not in dropped
+        for name, stretch in sorted(published[own], key=lambda found: found[1].start)
     ]
+
+
+def _entry(name: str, tensor: torch.Tensor, stretch: Stretch, dtype: torch.dtype | None) -> Entry:
+    stored = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    return Entry(name, stored, stretch.shape, partial(_pieces, tensor, stretch))
+
+
+def _pieces(tensor: torch.Tensor, stretch: Stretch) -> list[torch.Tensor]:
+    return [tensor.detach().reshape(-1)[stretch.start : stretch.stop]]
 
 
 def save_model(
@@ -45,32 +61,47 @@ def save_model(
     generation_config: GenerationConfig | None = None,
     max_shard_bytes: int = SHARD_BYTES,
     overwrite: bool = False,
+    before_replacing: Callable[[Path], None] | None = None,
 ) -> int:
     """Write a directory that ``from_pretrained`` loads, and return how many tensors were read back and equal.
 
     All of it is written into a hidden directory beside the target, fsynced, compared with ``entries`` and
     then renamed, so the target is never incomplete. ``entries`` may stream from anywhere, or be those of
-    :func:`model_entries`; their pieces are asked for twice. Raises UserError when the target exists and
-    ``overwrite`` is not set, OSError when the disk is full or what it gives back differs; the target is then
-    as before.
+    :func:`model_entries`; their pieces are asked for twice. ``before_replacing`` is given the hidden
+    directory once it is complete. Raises UserError when the target exists and ``overwrite`` is not set,
+    OSError when the disk is full or what it gives back differs; the target is then as before.
+    """
+    assert entries, "a model without tensors"
+    with written_aside(directory, overwrite, before_replacing) as aside:
+        _write_weights(aside, entries, max_shard_bytes)
+        _write_settings(aside, _stored_config(config, entries), tokenizer, generation_config)
+        return verify_model(aside, entries)
+
+
+@contextmanager
+def written_aside(
+    directory: str | Path, overwrite: bool = False, before_replacing: Callable[[Path], None] | None = None
+) -> Iterator[Path]:
+    """A hidden directory beside the target that at the end of the block takes its place, synced, or vanishes.
+
+    ``before_replacing`` is given it once it is complete. Raises UserError when the target exists and
+    ``overwrite`` is not set.
     """
     target = Path(directory)
-    assert entries, "a model without tensors"
     _check_target(target, overwrite)
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = target.with_name(f".{target.name}.saving")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir()
     try:
-        _write_weights(aside, entries, max_shard_bytes)
-        _write_settings(aside, _stored_config(config, entries), tokenizer, generation_config)
-        count = verify_model(aside, entries)
+        yield aside
         _sync(aside)
+        if before_replacing is not None:
+            before_replacing(aside)
         _replace(target, aside)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
-    return count
 
 
 def _check_target(target: Path, overwrite: bool) -> None:
@@ -87,14 +118,18 @@ def verify_model(directory: str | Path, entries: Sequence[Entry]) -> int:
 
     Returns the number of tensors; raises OSError naming the first that differs.
     """
-    weights = find_source(directory).weights
+    return verify_tensors(find_source(directory).weights, entries)
+
+
+def verify_tensors(weights: Sequence[Path], entries: Sequence[Entry]) -> int:
+    """As :func:`verify_model`, of the safetensors files of one directory."""
     stored: dict[str, Path] = {}
     for path in weights:
         with TensorFile(path) as file:
             stored |= dict.fromkeys(file.entries, path)
     wanted = {entry.name: entry for entry in entries}
     if differing := sorted(stored.keys() ^ wanted.keys()):
-        raise _differs(Path(directory), differing[0])
+        raise _differs(weights[0].parent, differing[0])
     for path in weights:
         with TensorFile(path) as file:
             for name in file.entries:

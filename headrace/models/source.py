@@ -15,6 +15,9 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 """The file that says in which shard each tensor lies."""
 
+ADAPTER_CONFIG = "adapter_config.json"
+"""PEFT's file: a directory that has it holds an adapter."""
+
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.safetensors", "*.gguf")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -24,9 +27,9 @@ class Source:
     """Where a model comes from.
 
     Attributes:
-        kind: ``directory`` (with weights), ``gguf``, or ``config`` (weights are drawn at random).
+        kind: ``directory``, ``gguf``, or ``config`` (weights are drawn at random).
         path: the directory; for ``gguf`` and ``config`` the file.
-        weights: the safetensors files of a directory.
+        weights: the safetensors files of a directory; none where only its configuration was fetched.
     """
 
     kind: Literal["directory", "gguf", "config"]
@@ -38,22 +41,52 @@ class Source:
         """Where files beside the weights lie: tokenizer, generation config."""
         return self.path if self.kind == "directory" else self.path.parent
 
+    @property
+    def has_weights(self) -> bool:
+        """Whether there is more than a configuration."""
+        return self.kind == "gguf" or bool(self.weights)
+
 
 def find_source(path: str | Path) -> Source:
     """Classify a model path.
 
-    Raises UserError for what is none of the three kinds, for weights in another format than safetensors and
-    for an incomplete set of shards.
+    Raises UserError for what is none of the three kinds, for weights in another format than safetensors, for
+    an incomplete set of shards and for what the system refuses to open.
     """
+    try:
+        return _classify(path)
+    except (OSError, RuntimeError) as error:  # RuntimeError: whose home is ~name?
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(
+            f"model.path={str(path)[:200]} cannot be read ({reason}): give a model directory, a .gguf file "
+            "or a config.json that you may read"
+        ) from error
+
+
+def _classify(path: str | Path) -> Source:
     place = Path(path).expanduser()
     if place.suffix == ".gguf" and place.is_file():
         return Source("gguf", place)
     if place.suffix == ".json" and place.is_file():
         return Source("config", place)
+    if (place / ADAPTER_CONFIG).is_file():
+        base = adapter_base(place) or "its base model"
+        raise UserError(
+            f"model.path={path} holds an adapter, not a whole model: give model.path={base}, or a model that "
+            "the adapter was merged into with headrace export RUN OUT --merge"
+        )
     if not (place / "config.json").is_file():
         raise UserError(_not_a_model(str(path), place))
-    weights = _weight_files(place)
-    return Source("directory", place, weights) if weights else Source("config", place / "config.json")
+    return Source("directory", place, _weight_files(place))
+
+
+def require_weights(source: Source) -> None:
+    """Raise UserError for a directory that lacks the weights of its configuration."""
+    if source.kind == "directory" and not source.has_weights:
+        raise UserError(
+            f"{source.path} has a config.json but no weights: fetch {WEIGHTS} too, or give "
+            f"{source.path / 'config.json'} itself to train from scratch"
+        )
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
@@ -67,19 +100,34 @@ def read_config(path: str | Path) -> dict[str, Any]:
         return dict(_gguf_config(source.path, status.st_mtime_ns, status.st_size))
     file = source.path / "config.json" if source.kind == "directory" else source.path
     config = read_json(file)
-    if "model_type" not in config:
+    if not isinstance(config.get("model_type"), str):
         raise UserError(f"{file} has no model_type; it must be the config.json of a transformers model")
     _refuse_quantised(config, file)
     _refuse_remote_code(config, file)
     return config
 
 
+def is_adapter(path: str | Path) -> bool:
+    """Whether a path is a directory with an adapter of PEFT."""
+    try:
+        return (Path(path).expanduser() / ADAPTER_CONFIG).is_file()
+    except (OSError, RuntimeError):  # what is wrong with the path, find_source says
+        return False
+
+
+def adapter_base(directory: str | Path) -> str | None:
+    """The path of the model that an adapter was trained beside, as its configuration tells it."""
+    base = read_json(Path(directory).expanduser() / ADAPTER_CONFIG).get("base_model_name_or_path")
+    return str(base) if base else None
+
+
 def read_json(file: Path) -> dict[str, Any]:
     """A JSON object from a file; raises UserError naming the file when it holds something else."""
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file} cannot be read as JSON: {error}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{file} cannot be read as JSON ({reason}): fetch it again") from error
     if not isinstance(data, dict):
         raise UserError(f"{file} must hold a JSON object, not {type(data).__name__}")
     return data
@@ -99,15 +147,17 @@ def _not_a_model(path: str, place: Path) -> str:
 def _weight_files(directory: Path) -> tuple[Path, ...]:
     index = directory / INDEX
     if index.is_file():
-        names = sorted({str(name) for name in read_json(index).get("weight_map", {}).values()})
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise UserError(f"{index} has no weight_map, which names the tensors' files; fetch it again")
+        names = sorted({str(name) for name in weight_map.values()})
         absent = [name for name in names if not (directory / name).is_file()]
         if absent:
             raise UserError(
                 f"{directory} lacks {len(absent)} of the {len(names)} files named in {INDEX}, first "
                 f"{absent[0]}; fetch the model again"
             )
-        if names:
-            return tuple(directory / name for name in names)
+        return tuple(directory / name for name in names)
     if (directory / WEIGHTS).is_file():
         return (directory / WEIGHTS,)
     others = sorted(file.name for pattern in _OTHER_WEIGHTS for file in directory.glob(pattern))
@@ -120,7 +170,10 @@ def _weight_files(directory: Path) -> tuple[Path, ...]:
 
 
 def _refuse_quantised(config: dict[str, Any], file: Path) -> None:
-    quantised = config.get("quantization_config")
+    nested = config.get("text_config")
+    parts = [config, nested] if isinstance(nested, dict) else [config]
+    keys = ("quantization_config", "compression_config")  # the second is compressed-tensors' older one
+    quantised = next((part[key] for part in parts for key in keys if part.get(key)), None)
     if quantised:
         method = quantised.get("quant_method", "unknown method") if isinstance(quantised, dict) else quantised
         raise UserError(

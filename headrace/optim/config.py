@@ -6,11 +6,14 @@ from pydantic import Field, model_validator
 
 from headrace.config import Config, Number
 
+LARGEST = 1e38
+"""The round number below which everything is finite in fp32 and bf16."""
+
 
 class OptimConfig(Config):
     """AdamW (Loshchilov and Hutter 2019) and the course of its learning rate."""
 
-    lr: Number = Field(1e-5, gt=0, description="peak learning rate")
+    lr: Number = Field(1e-5, gt=0, le=LARGEST, description="peak learning rate")
     schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
         "cosine", description="course of the learning rate after the warm-up; wsd: warm-up, stable, decay"
     )
@@ -22,13 +25,13 @@ class OptimConfig(Config):
     )
     min_lr: Number = Field(0.0, ge=0, le=1, description="what the rate falls to, as a share of lr")
     weight_decay: Number = Field(
-        0.1, ge=0, description="decoupled decay of matrices; never of norms and biases"
+        0.1, ge=0, le=LARGEST, description="decoupled decay of matrices; never of norms and biases"
     )
     beta1: Number = Field(0.9, ge=0, lt=1, description="decay of the first moment")
     beta2: Number = Field(0.95, ge=0, lt=1, description="decay of the second moment")
-    eps: Number = Field(1e-8, gt=0, description="added to the root of the second moment")
+    eps: Number = Field(1e-8, gt=0, le=LARGEST, description="added to the root of the second moment")
     max_grad_norm: Number = Field(
-        1.0, ge=0, description="gradients are scaled down to this global norm; 0: never"
+        1.0, ge=0, le=LARGEST, description="gradients are scaled down to this global norm; 0: never"
     )
 
     @model_validator(mode="after")

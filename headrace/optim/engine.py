@@ -1,19 +1,21 @@
 """Executes the actions that a policy emits: gradients down, norms, updates, new weights up."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from headrace.lanes.lanes import Event, Lanes
 from headrace.memory.budget import Budget
 from headrace.optim.collect import Collector
-from headrace.optim.kernel import Hyper
+from headrace.optim.kernel import CHUNK, Hyper
 from headrace.optim.layout import Bucket
 from headrace.optim.norm import NO_NORM, Norm, NormSums
 from headrace.optim.policies.base import Emission, Executor, Policy
 from headrace.optim.store import HostStore
+from headrace.optim.weights import WorkingWeights, changed_elements
 from headrace.optim.work import EXECUTORS
 from headrace.schedule.action import Action, Kind, StepShape
 
@@ -25,7 +27,7 @@ class Engine:
     """Owns the flow of one optimizer. It decides nothing: see the policy.
 
     Args:
-        weights: the working weights, contiguous, in the order of the store's layout.
+        weights: the working weights, in the order of the store's layout.
         store: host buffers.
         policy: emits the actions.
         lanes: executes them.
@@ -35,20 +37,20 @@ class Engine:
 
     def __init__(
         self,
-        weights: Sequence[Tensor],
+        weights: WorkingWeights,
         store: HostStore,
         policy: Policy,
         lanes: Lanes,
         device: Budget,
         microbatches: int,
     ) -> None:
-        self.weights = [weight.detach().view(-1) for weight in weights]
+        self.weights = weights
         self.store = store
         self.lanes = lanes
         self.device = device
         self.collector = Collector(store.layout)
         self.sums = NormSums(store.layout)
-        self.counts = [0] * len(weights)
+        self.counts = [0] * len(weights.flat)
         self.norm = NO_NORM
         self.hypers: Sequence[Hyper] = ()
         self.limit = 0.0
@@ -84,6 +86,7 @@ class Engine:
             if not self.norm.finite:
                 break
         self._end_step(self._updated() if self.norm.finite else set())
+        self.weights.remember()
         return self.norm
 
     def discard(self) -> None:
@@ -91,17 +94,41 @@ class Engine:
         self._flush()
         self._end_step(set())
 
-    def adopt_weights(self) -> None:
-        """Fill the master weights from the working weights."""
+    def adopt_weights(self, parameters: Container[int] | None = None) -> None:
+        """Fill the master weights, of all or of some parameters, from the working weights."""
+        chosen = range(len(self.weights.flat)) if parameters is None else parameters
         for bucket, master in zip(self.store.layout.buckets, self.store.tables["master"], strict=True):
-            for s in bucket.segments:
-                master[s.offset : s.end].copy_(self.weights[s.parameter][s.start : s.stop])
+            for s in (s for s in bucket.segments if s.parameter in chosen):
+                master[s.offset : s.end].copy_(self.weights.flat[s.parameter][s.start : s.stop])
+        self.weights.remember()
+
+    def adopt_changes(self, parameter: int | None = None) -> None:
+        """Take what others wrote into the working weights since the last step over into the master weights.
+
+        Elements that still are the rounded master weight keep it, with all that it holds below rounding.
+
+        Args:
+            parameter: look at this one alone.
+        """
+        for written in self.weights.written(parameter):
+            for index, s in self.store.layout.places(written):
+                master = self.store.tables["master"][index][s.offset : s.end]
+                weight = self.weights.flat[written][s.start : s.stop]
+                for theirs, ours in zip(weight.split(CHUNK), master.split(CHUNK), strict=True):
+                    changed = changed_elements(theirs, ours)
+                    ours.copy_(torch.where(changed, theirs.to(ours.device, ours.dtype), ours))
+            self.weights.remember(written)
+
+    def forget(self) -> None:
+        """Let go of gradients that have not left, after the lanes have ended."""
+        self.collector = Collector(self.store.layout)
 
     def publish_weights(self) -> None:
         """Round the master weights into the working weights."""
         for bucket, master in zip(self.store.layout.buckets, self.store.tables["master"], strict=True):
             for s in bucket.segments:
-                self.weights[s.parameter][s.start : s.stop].copy_(master[s.offset : s.end])
+                self.weights.flat[s.parameter][s.start : s.stop].copy_(master[s.offset : s.end])
+        self.weights.remember()
 
     def _flush(self) -> None:
         for microbatch, index in self.collector.flush():

@@ -8,6 +8,7 @@ boundaries neither can tell how the tensors were cut.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 ALIGN = 16
 BLOCK = 2**16
@@ -78,8 +79,15 @@ class Layout:
 
     def places(self, parameter: int) -> list[tuple[int, Segment]]:
         """(bucket index, segment) of a parameter, in element order."""
-        found = [(b.index, s) for b in self.buckets for s in b.segments if s.parameter == parameter]
-        return sorted(found, key=lambda place: place[1].start)
+        return self._places[parameter]
+
+    @cached_property
+    def _places(self) -> list[list[tuple[int, Segment]]]:
+        found: list[list[tuple[int, Segment]]] = [[] for _ in self.parameters]
+        for bucket in self.buckets:
+            for segment in bucket.segments:
+                found[segment.parameter].append((bucket.index, segment))
+        return [sorted(places, key=lambda place: place[1].start) for places in found]
 
     @property
     def size(self) -> int:

@@ -1,37 +1,45 @@
 """AdamW as a torch Optimizer whose master weights and moments live in the host tier."""
 
+import copy
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from headrace.config import parse_size
 from headrace.errors import UserError
 from headrace.lanes.lanes import Lanes
 from headrace.ledger import Ledger
 from headrace.machine.cores import available_cores
 from headrace.memory.budget import Budget
-from headrace.memory.pool import HostPool
-from headrace.optim.checks import check_groups, check_numbers, check_parameter, dense, device_of
-from headrace.optim.engine import Engine
-from headrace.optim.kernel import Hyper
-from headrace.optim.layout import Parameter, cut
+from headrace.optim.build import build_engine
+from headrace.optim.checks import (
+    check_group,
+    check_groups,
+    check_names,
+    check_options,
+    check_parameters,
+    check_still_frozen,
+    dense,
+    hypers_of,
+)
+from headrace.optim.lifetime import Lifetime
 from headrace.optim.norm import NO_NORM, Norm
 from headrace.optim.policies.base import Policy
 from headrace.optim.policies.sync import Sync
-from headrace.optim.store import NAMES, HostStore
+from headrace.optim.saved import MASTER, HostStates, check_entry, check_saved, entries, fill, joined
 
 BUCKET = 2**24
 """Default elements of a bucket: 32 MiB of bf16 gradients on a link."""
 
 
 class SkippedStep(UserWarning):
-    """A step was not taken because a gradient was not finite."""
+    """A step changed nothing, because a gradient was not finite or because there was none at all."""
 
 
 class OffloadedAdamW(Optimizer):
@@ -60,9 +68,12 @@ class OffloadedAdamW(Optimizer):
         workers: threads of the update; all cores of this process by default.
         ledger: account to book in; a new one by default.
 
+    Threads and host memory belong to the object: they go with it, or with :meth:`close`. It works in the
+    process that built it alone, and cannot be copied or pickled; its ``state_dict()`` can.
+
     Raises:
         UserError: a budget too small, a parameter that is not a contiguous bf16, fp16 or fp32 tensor,
-            parameters on several devices.
+            parameters on several devices or with the same memory, numbers with which nothing can train.
     """
 
     def __init__(
@@ -82,23 +93,52 @@ class OffloadedAdamW(Optimizer):
         workers: int | None = None,
         ledger: Ledger | None = None,
     ) -> None:
-        check_numbers(lr, betas, eps, weight_decay, max_grad_norm, micro_batches, bucket)
+        check_options(
+            max_grad_norm=max_grad_norm,
+            release_gradients=release_gradients,
+            micro_batches=micro_batches,
+            policy=policy,
+            bucket=bucket,
+            workers=workers,
+            ledger=ledger,
+        )
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        check_group(defaults)
         self._closed_to_groups = False
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        super().__init__(params, defaults)
         self._closed_to_groups = True
+        check_groups(self.param_groups)
+        check_names([name for name, _, _ in self._all_parameters()])
         self.max_grad_norm = max_grad_norm
         self.release_gradients = release_gradients
         self.micro_batches = micro_batches
         self.ledger = Ledger() if ledger is None else ledger
         self.norm: Norm = NO_NORM
         self.skipped = 0
-        self._named = dict(self._trainable())
+        groups = {name: group for name, _, group in self._all_parameters()}
+        self._named = {name: p for name, p, _ in self._all_parameters() if p.requires_grad}
+        self._frozen = [(name, p) for name, p, _ in self._all_parameters() if not p.requires_grad]
+        check_parameters(self._named)
         self._index = {name: index for index, name in enumerate(self._named)}
-        self._frozen = [(n, p) for n, p, _ in self._all_parameters() if not p.requires_grad]
-        self._engine = self._build(policy or Sync(), host, bucket, workers or available_cores())
+        self._policy = policy or Sync()
         self._started = False
         self._backwards = [0] * len(self._named)
-        self._hooks = self._install_hooks() if release_gradients else []
+        with ExitStack() as resources:
+            self._engine = build_engine(
+                self._named,
+                groups,
+                self._policy,
+                self.ledger,
+                resources,
+                host=host,
+                bucket=bucket,
+                workers=available_cores() if workers is None else workers,
+                micro_batches=micro_batches,
+                summed=release_gradients and micro_batches > 1,
+            )
+            if release_gradients:
+                self._install_hooks(resources)
+            self._lifetime = Lifetime(self, resources.pop_all(), self._engine.lanes)
 
     # -- what torch expects ---------------------------------------------------------------------------
 
@@ -107,33 +147,45 @@ class OffloadedAdamW(Optimizer):
         """Update the weights with the gradients since the last step.
 
         A gradient that is not finite skips the step: ``norm`` and ``skipped`` say so, a warning names the
-        parameter.
+        parameter. Weights that were written to since the last step (``load_state_dict`` of the model,
+        ``clamp_``) are followed; writes through ``.data`` are not seen.
 
         Args:
             closure: reevaluates the model and returns the loss, as in torch.
+
+        Raises:
+            UserError: a parameter was moved, replaced or unfrozen; the optimizer was closed or is in a fork
+                of its process; a number of a param group is not one that can train.
         """
+        self._lifetime.check_usable("step()")
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._refuse_unfrozen()
-        self._start()
-        if not self.release_gradients:
-            self._collect()
-        self.norm = self._engine.step(self._hypers(), self.max_grad_norm)
+        check_still_frozen(self._frozen)
+        hypers = hypers_of(self.param_groups)
+        self._engine.weights.check_places()
+        self._follow_weights()
+        self._collect()
+        nothing = not any(self._backwards)
+        self.norm = self._engine.step(hypers, self.max_grad_norm)
         self._backwards = [0] * len(self._named)
         self.ledger.steps += 1
         if not self.norm.finite:
             self.skipped += 1
             text = f"step skipped: gradient not finite in {self.norm.offender}"
             warnings.warn(text, SkippedStep, stacklevel=4)  # the caller's line is behind two of torch's
+        elif nothing:
+            text = "step() found no gradient of any parameter: no backward ran, or the model has others now"
+            warnings.warn(text, SkippedStep, stacklevel=4)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, those that have already left the device too."""
         super().zero_grad(set_to_none)
-        if not self._engine.collector.empty:
-            self._engine.discard()
+        if self._lifetime.usable:
+            if not self._engine.collector.empty:
+                self._engine.discard()
             self._backwards = [0] * len(self._named)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -146,35 +198,43 @@ class OffloadedAdamW(Optimizer):
         """As torch's: ``step``, ``exp_avg``, ``exp_avg_sq`` by parameter, and the fp32 ``master`` weights.
 
         Tensors are in the parameters' shapes, whatever the buckets. Before the first step there are none.
+        ``state`` is a mapping but no dict, so that ``accelerate.prepare`` leaves its tensors on the host.
         """
+        self._lifetime.check_open("state_dict()")
         packed = super().state_dict()
-        packed["state"] = {
-            position: self._state_of(name)
-            for position, (name, _, _) in enumerate(self._all_parameters())
-            if name in self._named and self._started and self.counts[name]
-        }
+        counts = self.counts
+        updated = [name for name, count in counts.items() if count and self._started]
+        positions = {name: position for position, (name, _, _) in enumerate(self._all_parameters())}
+        packed["state"] = HostStates(
+            {positions[name]: self._state_of(name, counts[name]) for name in updated}
+        )
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` gave, or a plain torch AdamW's, on any device.
 
         State goes to the host buckets by layout. Without master weights (a plain AdamW's state), they come
-        from the current working weights.
+        from the current working weights. A parameter without a saved state begins anew.
 
         Raises:
-            UserError: when groups or shapes differ from this optimizer's.
+            UserError: when it is not an AdamW's state, or groups or shapes differ from this optimizer's;
+                nothing was loaded then.
         """
-        check_groups(self.param_groups, state_dict["param_groups"])
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+        self._lifetime.check_usable("load_state_dict()")
+        check_saved(state_dict, self.param_groups)
+        found = entries(state_dict, [name for name, _, _ in self._all_parameters()])
+        found = {name: entry for name, entry in found.items() if name in self._named}
+        for name, entry in found.items():
+            check_entry(name, entry, self.shape(name), self.tables)
+        self._engine.weights.check_places()
+        for group, saved in zip(self.param_groups, copy.deepcopy(state_dict["param_groups"]), strict=True):
             group.update({k: v for k, v in saved.items() if k not in ("params", "param_names")})
-        if not state_dict["state"]:
-            return
-        self._engine.adopt_weights()
-        counts = dict.fromkeys(self._named, 0)
-        for position, (name, parameter, _) in enumerate(self._all_parameters()):
-            if position in state_dict["state"] and name in self._named:
-                counts[name] = self._load_state(name, parameter, state_dict["state"][position])
-        self.restore(counts)
+        if found or self._started:
+            without = [index for name, index in self._index.items() if MASTER not in found.get(name, {})]
+            self._engine.adopt_weights(without)  # saved master weights may be views of our own, which stay
+            fill(self._engine.store, self.names, found)
+            self.restore({name: int(found[name]["step"]) if name in found else 0 for name in self._named})
+            self._started = bool(found)
 
     # -- what checkpoints and callers read --------------------------------------------------------------
 
@@ -186,7 +246,7 @@ class OffloadedAdamW(Optimizer):
     @property
     def tables(self) -> tuple[str, ...]:
         """Names of the state tables; all are fp32, one number an element."""
-        return tuple(self._engine.store.tables)
+        return tuple(self._policy.tables)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -199,11 +259,14 @@ class OffloadedAdamW(Optimizer):
 
     def pieces(self, table: str, name: str) -> list[Tensor]:
         """1-D views of a parameter's state in element order; together they are the whole parameter."""
-        self._start()
+        self._lifetime.check_open("pieces()")
+        self._follow_weights(self._index[name])
         return self._engine.store.pieces(table, self._index[name])
 
     def restore(self, counts: Mapping[str, int]) -> None:
         """Go on from states that were written into :meth:`pieces`: set the counts, round the weights."""
+        self._lifetime.check_usable("restore()")
+        self._engine.weights.check_places()
         self._engine.counts = [counts[name] for name in self._named]
         self._engine.publish_weights()
         self._started = True
@@ -216,7 +279,7 @@ class OffloadedAdamW(Optimizer):
     @property
     def host(self) -> Budget:
         """The budget of the tier that holds the states."""
-        return self._host
+        return self._engine.store.budget
 
     @property
     def device(self) -> Budget:
@@ -224,11 +287,19 @@ class OffloadedAdamW(Optimizer):
         return self._engine.device
 
     def close(self) -> None:
-        """End the threads, remove the hooks, give the memory back."""
-        for hook in self._hooks:
-            hook.remove()
-        self._end_lanes()
-        self._engine.store.close()
+        """End the threads, remove the hooks, give the memory back. The model stays as it is.
+
+        State that is wanted later must be read before.
+        """
+        self._lifetime.close()
+        self._engine.forget()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Refuse copy.copy, copy.deepcopy and pickle."""
+        raise UserError(
+            "OffloadedAdamW owns threads and host memory and cannot be copied or pickled: copy or save its "
+            "state_dict() and load it into a new one"
+        )
 
     # -- how it works -------------------------------------------------------------------------------------
 
@@ -241,45 +312,15 @@ class OffloadedAdamW(Optimizer):
                 yield name, parameter, index
             position += len(group["params"])
 
-    def _trainable(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter, _ in self._all_parameters():
-            if parameter.requires_grad:
-                check_parameter(name, parameter)
-                yield name, parameter
-
-    def _build(self, policy: Policy, host: int | str | None, bucket: int, workers: int) -> Engine:
-        groups = {name: group for name, _, group in self._all_parameters()}
-        layout = cut(
-            [Parameter(n, p.numel(), groups[n], NAMES[p.dtype]) for n, p in self._named.items()],
-            capacity=bucket,
-        )
-        device = device_of(self._named)
-        on_cpu = device.type == "cpu"
-        limit = None if host is None else parse_size(host)
-        self._host = Budget("ram" if on_cpu else "host", limit, self.ledger, "memory.host")
-        on_device = self._host if on_cpu else Budget("device", None, self.ledger, "memory.device")
-        store = HostStore(
-            layout,
-            policy.tables,
-            HostPool(self._host, pin=device.type == "cuda"),
-            capacity=bucket,
-            summed=self.release_gradients and self.micro_batches > 1,
-            landing=not on_cpu,
-            workers=workers,
-        )
-        lanes = Lanes(device, self.ledger, workers)
-        # A thread inside torch when Python ends would abort the process: end them first, whoever forgets to.
-        self._end_lanes = weakref.finalize(self, lanes.close)
-        return Engine(list(self._named.values()), store, policy, lanes, on_device, self.micro_batches)
-
-    def _install_hooks(self) -> list[Any]:
-        return [
-            parameter.register_post_accumulate_grad_hook(partial(self._arrived, index, name))
-            for index, (name, parameter) in enumerate(self._named.items())
-        ]
+    def _install_hooks(self, resources: ExitStack) -> None:
+        weak = weakref.ref(self)  # a living model must not keep its optimizer
+        for index, (name, parameter) in enumerate(self._named.items()):
+            hook = partial(_on_gradient, weak, index, name)
+            resources.callback(parameter.register_post_accumulate_grad_hook(hook).remove)
 
     def _arrived(self, index: int, name: str, parameter: Tensor) -> None:
         """A gradient is complete: hand it on, and free it once it has left the device."""
+        self._lifetime.check_usable("backward()")
         self._backwards[index] += 1
         if self._backwards[index] > self.micro_batches:
             raise UserError(
@@ -292,51 +333,38 @@ class OffloadedAdamW(Optimizer):
         self._engine.arrive(index, gradient)
 
     def _collect(self) -> None:
+        """Take what stands in ``.grad``; released gradients do not, unless they were set by hand."""
         for index, (name, parameter) in enumerate(self._named.items()):
-            if parameter.grad is not None:
+            if parameter.grad is None:
+                continue
+            if self.release_gradients and not self._backwards[index]:
+                self._arrived(index, name, parameter)
+            elif not self.release_gradients:
+                self._backwards[index] += 1
                 self._engine.arrive(index, dense(name, parameter))
+            else:
+                raise UserError(
+                    f"{name}.grad was set after backward() had released the gradient: to change gradients "
+                    "before step(), build OffloadedAdamW with release_gradients=False"
+                )
 
     def _start(self) -> None:
         """The master weights come from the working weights as late as possible: models load after us."""
         if not self._started:
+            self._engine.weights.check_places()
             self._engine.adopt_weights()
             self._started = True
 
-    def _hypers(self) -> list[Hyper]:
-        return [
-            Hyper(float(g["lr"]), g["betas"][0], g["betas"][1], g["eps"], g["weight_decay"])
-            for g in self.param_groups
-        ]
+    def _follow_weights(self, parameter: int | None = None) -> None:
+        if self._started:
+            self._engine.adopt_changes(parameter)
+        self._start()
 
-    def _refuse_unfrozen(self) -> None:
-        for name, parameter in self._frozen:
-            if parameter.requires_grad:
-                raise UserError(
-                    f"{name} was frozen when OffloadedAdamW was built and is not now: "
-                    "unfreeze parameters before building the optimizer"
-                )
-
-    def _state_of(self, name: str) -> dict[str, Tensor]:
-        tables = {table: _joined(self.pieces(table, name), self.shape(name)) for table in self.tables}
-        return {"step": torch.tensor(float(self.counts[name])), **tables}
-
-    def _load_state(self, name: str, parameter: Tensor, state: Mapping[str, Tensor]) -> int:
-        for table in self.tables:
-            if table == "master" and table not in state:
-                continue
-            if tuple(state[table].shape) != tuple(parameter.shape):
-                raise UserError(
-                    f"the saved {table} of {name} has shape {tuple(state[table].shape)}, the parameter "
-                    f"{tuple(parameter.shape)}: load the state of the same model"
-                )
-            start = 0
-            flat = state[table].reshape(-1)
-            for piece in self._engine.store.pieces(table, self._index[name]):
-                piece.copy_(flat[start : start + piece.numel()])
-                start += piece.numel()
-        return int(state["step"])
+    def _state_of(self, name: str, count: int) -> dict[str, Tensor]:
+        tables = {table: joined(self.pieces(table, name), self.shape(name)) for table in self.tables}
+        return {"step": torch.tensor(float(count)), **tables}
 
 
-def _joined(pieces: list[Tensor], shape: tuple[int, ...]) -> Tensor:
-    flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces or [torch.empty(0)])
-    return flat.view(shape)
+def _on_gradient(weak: "weakref.ref[OffloadedAdamW]", index: int, name: str, parameter: Tensor) -> None:
+    if (optimizer := weak()) is not None:
+        optimizer._arrived(index, name, parameter)

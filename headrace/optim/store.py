@@ -43,8 +43,19 @@ class HostStore:
         workers: int,
     ) -> None:
         self.layout = layout
+        self.budget = pool.budget
         self._pool = pool
         self._taken: list[Tensor] = []
+        try:
+            self._take_all(tables, capacity, summed, landing, workers)
+        except BaseException:
+            self.close()
+            raise
+
+    def _take_all(
+        self, tables: Sequence[str], capacity: int, summed: bool, landing: bool, workers: int
+    ) -> None:
+        layout = self.layout
         self.tables = {
             table: [
                 self._take(b.size, torch.float32, "states", f"{table} of bucket {b.index}")
@@ -94,10 +105,11 @@ class HostStore:
         return BucketTensors(*states, self.gradients[i], self.staged(bucket))
 
     def close(self) -> None:
-        """Give every buffer back to the pool."""
-        for buffer in self._taken:
-            self._pool.give_back(buffer)
-        self._taken.clear()
+        """Give every buffer back to the pool, and keep none."""
+        while self._taken:
+            self._pool.give_back(self._taken.pop())
+        self.tables, self.gradients, self.staging, self.landing = {}, [], {}, {}
+        self.chunks, self.blocks = [], []
 
     def _take(self, numel: int, dtype: torch.dtype, purpose: str, what: str) -> Tensor:
         self._taken.append(self._pool.take(numel, dtype, purpose, what))

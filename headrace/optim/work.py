@@ -88,7 +88,7 @@ def up(engine: "Engine", action: Action) -> int:
     for s in bucket.segments:
         if s.parameter in seen:
             source = staged[s.offset : s.end]
-            engine.weights[s.parameter][s.start : s.stop].copy_(source, non_blocking=True)
+            engine.weights.flat[s.parameter][s.start : s.stop].copy_(source, non_blocking=True)
             nbytes += source.nbytes
     return nbytes
 

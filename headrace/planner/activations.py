@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from headrace.machine.machine import Machine
-from headrace.planner.shape import ModelShape
+from headrace.planner.shape import ACTIVATIONS, ModelShape
 from headrace.planner.workload import Workload, round_length
 
 FP32 = 4
@@ -45,7 +45,7 @@ class SavedBytes:
     def after_forward(self) -> int:
         """Bytes held when forward has ended."""
         layers = self._shape.layers * [self._stream] if self._recomputed else self._layers
-        return self._around + sum(layers) + self._norm(self._shape.hidden)
+        return self._around + sum(layers) + self._norm(self._shape.hidden) + self._balance()
 
     @property
     def in_backward(self) -> list[int]:
@@ -69,29 +69,46 @@ class SavedBytes:
 
     @property
     def _around(self) -> int:
-        """Beside the layers: the indices that the embedding saves, cosines and sines."""
+        """Beside the layers: the indices that the embeddings save, cosines and sines."""
         shape = self._shape
         element = FP32 if shape.family.wide_rotary else self._element
-        return self._tokens * (INT64 + 2 * shape.rotary * element * shape.rotary_kinds)
+        indices = INT64 * (2 if shape.positions else 1)
+        return self._tokens * (indices + 2 * shape.rotary * element * shape.rotary_kinds)
 
     @property
     def _shared_input(self) -> int:
         """Bytes of a layer's input where its own operations save it without a copy, as checkpointing does."""
-        saved = self._element == FP32 or self._shape.family.norms == "after"
-        return self._stream if saved else 0
+        family = self._shape.family
+        saved = family.root == "layer" or (self._element == FP32 and family.root != "centred")
+        return self._stream if saved or family.norms == "after" else 0
 
     def _layer(self, index: int) -> int:
         """Bytes that a layer's operations save, its input included where one of them saves it."""
-        norms = 4 if self._shape.family.norms == "both" else 2
-        # Two tensors of the residual stream's width enter matrices: what attention and the mlp work on.
-        stream = norms * self._norm(self._shape.hidden) + 2 * self._stream
         block = self._experts() if index in self._shape.sparse else self._mlp()
-        return stream + self._head_norms() + self._attention(index) + self._mask(index) + block
+        return self._norms() + self._head_norms() + self._attention(index) + self._mask(index) + block
+
+    def _norms(self) -> int:
+        """The layer's norms, and the two tensors of the stream's width that enter matrices."""
+        family, norm = self._shape.family, self._norm(self._shape.hidden)
+        if not self._shape.parallel:
+            return (4 if family.norms == "both" else 2) * norm + 2 * self._stream
+        if family.norms == "shared":
+            return norm + self._stream
+        # Both norms save the layer's input, which torch's LayerNorm keeps without a copy.
+        return 2 * norm - self._stream + 2 * self._stream
 
     def _norm(self, width: int, heads: int = 1) -> int:
-        """RMSNorm over ``width``: its input in fp32, the inverse roots, and what the weight multiplies."""
-        root = self._shape.family.root
-        normed = self._element if root == "cast" else FP32
+        """A norm over ``width``: what is saved for each element, and for each token."""
+        root, element = self._shape.family.root, self._element
+        if (
+            root == "layer"
+        ):  # its input, the mean and the inverse root, which a CPU keeps in the input's dtype
+            return self._tokens * heads * (width * element + 2 * (element if self._on_cpu else FP32))
+        if root == "centred":  # twice the centred input, the inverse root, and what the weight multiplies
+            weight = 0 if element == FP32 else FP32 * width
+            return self._tokens * heads * (3 * width * FP32 + FP32) + weight
+        # The input in fp32, the inverse roots, and what the weight multiplies.
+        normed = element if root == "cast" else FP32
         weight = FP32 * width if root == "float" else 0  # 1 + weight, computed in fp32
         return self._tokens * heads * (width * (FP32 + normed) + FP32) + weight
 
@@ -105,17 +122,23 @@ class SavedBytes:
 
     def _attention(self, index: int) -> int:
         """Queries, keys and values, what attention makes of them, and its result."""
+        return self._inputs(index) + self._scores() + self._joined
+
+    @property
+    def _joined(self) -> int:
+        """The copy of attention's result that enters the next matrix, where there is one."""
         shape, whole = self._shape, self._work.whole_rows
-        # Documents are joined by a copy; heads are reordered by one where the rotation left them contiguous.
-        copied = not whole or shape.family.fused or shape.softcap is not None
-        joined = self._tokens * self._queries * self._element if copied else 0
-        return self._inputs(index) + self._scores() + joined
+        # Documents are joined by a copy; heads are reordered by one where a part of each was rotated and
+        # joined to the rest.
+        copied = not whole or shape.family.rotary is not None or shape.softcap is not None
+        return self._tokens * self._queries * self._element if copied else 0
 
     def _inputs(self, index: int) -> int:
         """Queries, keys and values, and copies of those of documents that are not of a round length."""
         apart = self._queries + 2 * self._keys
-        # A slice of one fused projection holds all of it.
-        width = self._queries + self._keys + apart if self._shape.family.fused else apart
+        width = apart
+        if self._shape.family.fused and self._shape.rotary:  # a slice of one fused projection holds all of it
+            width += self._queries + self._keys
         if not self._on_cpu and self._is_narrow(index):
             width = 3 * self._queries  # no CUDA kernel takes a mask and grouped heads: they are repeated
         lengths = self._work.documents
@@ -162,8 +185,17 @@ class SavedBytes:
         return window is not None and window < self._work.longest
 
     def _mlp(self) -> int:
-        """Gate, its activation, up, and the product that enters the last matrix."""
-        return 4 * self._tokens * self._shape.intermediate * self._element
+        """What the activation keeps and makes; with a gate, the other matrix's result and the product too."""
+        tensors = (4 if self._shape.family.gated else 2) + ACTIVATIONS[self._shape.activation]
+        return tensors * self._tokens * self._shape.intermediate * self._element
+
+    def _balance(self) -> int:
+        """What the loss that balances the experts keeps: probabilities, and the choices of two layers."""
+        shape, experts = self._shape, self._shape.experts
+        if experts is None or not experts.balanced:
+            return 0
+        layers, choices = len(shape.sparse), self._tokens * experts.chosen * INT64
+        return layers * self._tokens * experts.count * self._element + min(layers, 2) * choices
 
     def _experts(self) -> int:
         """The router and the grouped matrix products of the chosen experts (transformers' ``grouped_mm``)."""

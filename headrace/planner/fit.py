@@ -13,7 +13,7 @@ from headrace.ledger import Ledger
 from headrace.machine.machine import Machine
 from headrace.planner.memory import predict
 from headrace.planner.shape import ModelShape
-from headrace.planner.workload import Workload
+from headrace.planner.workload import Workload, divisors
 
 MIB = 2**20
 GIB = 2**30
@@ -150,7 +150,7 @@ class _Change:
 
 def _changes(work: Workload) -> list[list[_Change]]:
     """Changes by kind, the least harm first; within a kind ever stronger ones, of which the last counts."""
-    rows = [n for n in range(work.micro_batch - 1, 0, -1) if work.rows % n == 0]
+    rows = [n for n in reversed(divisors(work.rows)) if n < work.micro_batch]
     halves = takewhile(lambda context: context >= SHORTEST, (work.context >> n for n in count(1)))
     return [
         _values("train.loss_chunk", [SMALL_CHUNK] if work.loss_chunk > SMALL_CHUNK else [], "loss_chunk"),
@@ -199,4 +199,6 @@ class _Trial:
 
 
 def _gib(nbytes: int) -> str:
+    if nbytes < MIB:
+        return f"{nbytes:,} bytes"
     return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB else f"{nbytes / MIB:.0f} MiB"

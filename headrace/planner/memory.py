@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from headrace.ledger import PURPOSES, Ledger
 from headrace.machine.machine import Machine
 from headrace.planner.activations import SavedBytes
+from headrace.planner.lora_activations import saved_bytes
 from headrace.planner.shape import ModelShape
-from headrace.planner.workload import Workload, round_length
+from headrace.planner.workload import Workload, kernel_lengths, round_length
 from headrace.schedule.action import Action, Kind
 
 MIB = 2**20
@@ -79,7 +80,7 @@ def predict(shape: ModelShape, work: Workload, machine: Machine) -> Ledger:
             for purpose in PURPOSES:
                 if held.get(purpose):
                     ledger.hold(tier, purpose, held[purpose])
-    ledger.hold(machine.device_tier, "activations", SavedBytes(shape, work, machine).peak)
+    ledger.hold(machine.device_tier, "activations", saved_bytes(shape, work, machine).peak)
     ledger.process_peak = ledger.total(machine.host_tier)
     for action, nbytes in link_bytes(shape, work).items():
         ledger.book(action, 0.0, nbytes)
@@ -88,7 +89,7 @@ def predict(shape: ModelShape, work: Workload, machine: Machine) -> Ledger:
 
 def moments(shape: ModelShape, work: Workload, machine: Machine) -> list[Moment]:
     """When memory may peak: in the loss, at some layer of backward, as backward ends, and in the update."""
-    saved = SavedBytes(shape, work, machine)
+    saved = saved_bytes(shape, work, machine)
     added = {
         "loss": {
             "activations": saved.after_forward,
@@ -97,7 +98,7 @@ def moments(shape: ModelShape, work: Workload, machine: Machine) -> list[Moment]
         },
         "backward": _backward(shape, work, saved),
         "end of backward": {
-            "gradients": min(shape.numel, shape.largest + work.bucket) * work.element,
+            "gradients": min(shape.trained_numel, shape.largest + work.bucket) * work.element,
             "logits": _waiting(shape, work),
             "other": transient_bytes(shape, work),
         },
@@ -108,9 +109,10 @@ def moments(shape: ModelShape, work: Workload, machine: Machine) -> list[Moment]
 
 def _backward(shape: ModelShape, work: Workload, saved: SavedBytes) -> dict[str, int]:
     """The worst layer: as backward goes down, activations go and gradients fill a bucket."""
-    layer = (shape.numel - shape.vocab * shape.hidden) // shape.layers * work.element
+    apart = shape.vocab * shape.hidden if shape.adapters is None else 0  # the embedding's come last
+    layer = (shape.trained_numel - apart) // shape.layers * work.element
     activations = saved.in_backward
-    full = min(shape.numel, work.bucket) * work.element
+    full = min(shape.trained_numel, work.bucket) * work.element
     gradients = [min(full, layer * (shape.layers - index)) for index in range(shape.layers)]
     worst = max(range(shape.layers), key=lambda index: activations[index] + gradients[index])
     return {
@@ -123,7 +125,8 @@ def _backward(shape: ModelShape, work: Workload, saved: SavedBytes) -> dict[str,
 
 def _waiting(shape: ModelShape, work: Workload) -> int:
     """The gradient of a tied head, which waits for the embedding's until backward ends."""
-    return shape.vocab * shape.hidden * work.element if shape.tied else 0
+    waits = shape.tied and shape.adapters is None
+    return shape.vocab * shape.hidden * work.element if waits else 0
 
 
 def _place(
@@ -146,8 +149,9 @@ def _place(
 
 
 def weight_bytes(shape: ModelShape, work: Workload) -> int:
-    """Bytes of the working weights and the module's buffers."""
-    return shape.numel * work.element + shape.buffer_bytes(work.element)
+    """Bytes of the working weights, adapters among them, and the module's buffers."""
+    adapters = shape.trained_numel if shape.adapters else 0
+    return (shape.numel + adapters) * work.element + shape.buffer_bytes(work.element)
 
 
 def pool_bytes(shape: ModelShape, work: Workload, machine: Machine) -> dict[str, int]:
@@ -163,10 +167,9 @@ def pool_bytes(shape: ModelShape, work: Workload, machine: Machine) -> dict[str,
 
 
 def link_bytes(shape: ModelShape, work: Workload) -> dict[Action, int]:
-    """Bytes of one step by action, summed over buckets; exact."""
-    nbytes = shape.numel * work.element
-    down = {Action(Kind.DOWN, microbatch=index): nbytes for index in range(work.micro_batches)}
-    return {**down, Action(Kind.UP): nbytes}
+    """Bytes of one step by kind of action, summed over buckets and micro-batches; exact."""
+    nbytes = shape.trained_numel * work.element
+    return {Action(Kind.DOWN): nbytes * work.micro_batches, Action(Kind.UP): nbytes}
 
 
 def loss_bytes(shape: ModelShape, work: Workload) -> int:
@@ -181,6 +184,8 @@ def loss_bytes(shape: ModelShape, work: Workload) -> int:
     )
     product = min(HEAD_ROWS, shape.vocab) * shape.hidden * element if several and narrow else 0
     rounding = head * element if several and narrow else 0
+    if shape.adapters is not None:  # the head is frozen
+        return work.tokens * shape.hidden * element + logits
     sums = head * (4 if several else element)
     return work.tokens * shape.hidden * element + sums + max(logits + product, rounding)
 
@@ -189,8 +194,9 @@ def kernel_bytes(work: Workload) -> int:
     """Bytes of machine code that a CPU's 16-bit kernels grow to; other dtypes are not compiled by shape."""
     if work.element == 4:
         return 0
-    lengths = range(1, work.context + 1) if work.documents is None else work.documents
-    return len({round_length(length) for length in lengths}) * ATTENTION_KERNEL + PRODUCT_KERNELS
+    documents = work.documents
+    lengths = kernel_lengths(work.context) if documents is None else len(set(map(round_length, documents)))
+    return lengths * ATTENTION_KERNEL + PRODUCT_KERNELS
 
 
 def transient_bytes(shape: ModelShape, work: Workload) -> int:

@@ -86,7 +86,10 @@ def _figure(nbytes: int, unit: int) -> str:
 
 
 def _share(nbytes: int, budget: int) -> str:
-    return f"{bar(nbytes / budget)} {nbytes / budget:.0%}" if budget else ""
+    if not budget:
+        return ""
+    share = nbytes / budget
+    return f"{bar(share)} {share:.0%}" if share < 10 else f"{bar(share)} >999%"
 
 
 def _text(table: Table) -> str:

@@ -1,45 +1,46 @@
 """What a model is made of, from its config.json alone: sizes, and every parameter by name and shape."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod
 from typing import Any
 
 from headrace.errors import UserError
 from headrace.planner.families import FAMILIES, Family
+from headrace.planner.lora import Adapters, Targets, choose, linear_layers
+from headrace.planner.parameters import ParameterShape
 
 ALIGN = 16
 """Elements: every parameter starts at a multiple of it in the optimizer's buckets (optim.layout.ALIGN)."""
 
-ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh")
-"""The functions between the matrices of a layer that autograd treats alike: it keeps their input."""
+ACTIVATIONS = {"silu": 0, "swish": 0, "gelu": 0, "gelu_pytorch_tanh": 0, "gelu_new": 3}
+"""The functions between the matrices of a layer, and how many tensors autograd keeps of each besides input
+and result: none of a single kernel; three of GPT-2's, which transformers writes out."""
 
-DROPOUTS = ("attention_dropout", "resid_pdrop", "embd_pdrop", "router_jitter_noise")
-"""Noise in training, which none of these families is published with; with it other kernels save more."""
-
-
-@dataclass(frozen=True, slots=True)
-class ParameterShape:
-    """Name and shape of one parameter, as ``model.named_parameters()`` of transformers gives them."""
-
-    name: str
-    shape: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        """Elements."""
-        return prod(self.shape)
+DROPOUTS = (
+    *("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout"),
+    *("residual_dropout", "embedding_dropout", "router_jitter_noise"),
+)
+"""Noise in training: with it other kernels run, which save more."""
 
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts: how many, how many see a token, the width of one, and how they are weighed."""
+    """A mixture of experts.
+
+    Attributes:
+        count: how many there are.
+        chosen: how many see a token.
+        width: between the matrices of one.
+        normalised: whether the weights of the chosen sum to one.
+        balanced: whether the loss has a term that balances them.
+    """
 
     count: int
     chosen: int
     width: int
     normalised: bool
+    balanced: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,13 +57,17 @@ class ModelShape:
         vocab: rows of the embedding.
         tied: whether the output matrix is the embedding.
         rotary: how many of a head's elements rotate.
-        biased: which of ``qkv``, ``out``, ``mlp`` have biases.
+        activation: the function between the matrices of a layer.
+        positions: rows of the embedding of positions, 0 without one.
+        parallel: whether attention and mlp of a layer work side by side.
+        biased: which of ``qkv``, ``out``, ``mlp``, ``norm``, ``head`` have biases.
         sparse: the layers that hold a mixture of experts.
         experts: its sizes, None for a dense model.
         kinds: per layer, ``full_attention`` or ``sliding_attention``.
         window: tokens that a sliding layer sees, None for all.
         softcap: the cap of the attention logits, None for none.
         logit_cap: the cap of the output logits, None for none.
+        adapters: what is trained beside the frozen model; None where the model itself is.
     """
 
     family: Family
@@ -76,6 +81,9 @@ class ModelShape:
     vocab: int
     tied: bool
     rotary: int
+    activation: str = "silu"
+    positions: int = 0
+    parallel: bool = False
     biased: frozenset[str] = frozenset()
     sparse: frozenset[int] = frozenset()
     experts: Experts | None = None
@@ -83,6 +91,7 @@ class ModelShape:
     window: int | None = None
     softcap: float | None = None
     logit_cap: float | None = None
+    adapters: Adapters | None = None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "ModelShape":
@@ -96,97 +105,62 @@ class ModelShape:
     @cached_property
     def parameters(self) -> tuple[ParameterShape, ...]:
         """Every parameter once, in the order of transformers' ``model.named_parameters()``."""
-        return tuple(ParameterShape(name, shape) for name, shape in _parameters(self))
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        inner, experts = self.intermediate, self.experts
+        sizes = {"V": self.vocab, "P": self.positions, "H": self.hidden, "Q": queries, "K": keys}
+        sizes |= {"F": queries + 2 * keys, "D": self.head_dim, "I": inner, "G": 2 * inner}
+        if experts is not None:
+            sizes |= {"E": experts.count, "J": experts.width, "U": 2 * experts.width}
+        named = self.family.table.named(
+            sizes, self.layers, sparse=self.sparse, biased=self.biased, tied=self.tied, parallel=self.parallel
+        )
+        return tuple(named)
+
+    def with_adapters(self, rank: int, targets: Targets) -> "ModelShape":
+        """The same model, frozen, with adapters beside its linear layers.
+
+        Raises UserError for a target that is none of them.
+        """
+        modules = choose(targets, linear_layers(self.parameters, self.family.table))
+        return replace(self, adapters=Adapters(rank, modules))
+
+    @cached_property
+    def trained(self) -> tuple[ParameterShape, ...]:
+        """What is trained: the adapters where there are any, else every parameter."""
+        if self.adapters is None:
+            return self.parameters
+        return tuple(self.adapters.parameters(self.parameters, self.family.table))
 
     @cached_property
     def numel(self) -> int:
-        """Elements of all parameters."""
+        """Elements of all parameters, adapters apart."""
         return sum(parameter.numel for parameter in self.parameters)
 
     @cached_property
+    def trained_numel(self) -> int:
+        """Elements of what is trained."""
+        return sum(parameter.numel for parameter in self.trained)
+
+    @cached_property
     def aligned_numel(self) -> int:
-        """Elements of the optimizer's buckets: each parameter rounded up to :data:`ALIGN`."""
-        return sum(-(-parameter.numel // ALIGN) * ALIGN for parameter in self.parameters)
+        """Elements of the optimizer's buckets: each trained parameter rounded up to :data:`ALIGN`."""
+        return sum(-(-parameter.numel // ALIGN) * ALIGN for parameter in self.trained)
 
     @property
     def largest(self) -> int:
-        """Elements of the largest parameter."""
-        return max(parameter.numel for parameter in self.parameters)
+        """Elements of the largest trained parameter."""
+        return max(parameter.numel for parameter in self.trained)
 
     @property
     def rotary_kinds(self) -> int:
         """How many sets of rotary frequencies, and of cosines and sines, there are."""
+        if not self.rotary:
+            return 0
         return len(set(self.kinds)) if self.family.rotary_per_kind else 1
 
     def buffer_bytes(self, element: int) -> int:
         """Bytes of the module's buffers: two fp32 copies of the rotary frequencies, and Gemma's scale."""
-        return self.rotary_kinds * 2 * (self.rotary // 2) * 4 + self.family.scaled_embedding * element
-
-
-Named = Iterator[tuple[str, tuple[int, ...]]]
-
-
-def _parameters(shape: ModelShape) -> Named:
-    yield "model.embed_tokens.weight", (shape.vocab, shape.hidden)
-    for index in range(shape.layers):
-        for name, size in _layer(shape, index):
-            yield f"model.layers.{index}.{name}", size
-    yield "model.norm.weight", (shape.hidden,)
-    if not shape.tied:
-        yield "lm_head.weight", (shape.vocab, shape.hidden)
-
-
-def _layer(shape: ModelShape, index: int) -> Named:
-    yield from _attention(shape)
-    yield from _experts(shape) if index in shape.sparse else _mlp(shape)
-    if shape.family.norms != "after":
-        yield "input_layernorm.weight", (shape.hidden,)
-    yield "post_attention_layernorm.weight", (shape.hidden,)
-    if shape.family.norms == "both":
-        yield "pre_feedforward_layernorm.weight", (shape.hidden,)
-    if shape.family.norms != "before":
-        yield "post_feedforward_layernorm.weight", (shape.hidden,)
-
-
-def _attention(shape: ModelShape) -> Named:
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    if shape.family.fused:
-        yield from _linear("self_attn.o_proj", queries, shape.hidden)
-        yield from _linear("self_attn.qkv_proj", shape.hidden, queries + 2 * keys)
-        return
-    for name, width in (("q", queries), ("k", keys), ("v", keys)):
-        yield from _linear(f"self_attn.{name}_proj", shape.hidden, width, "qkv" in shape.biased)
-    yield from _linear("self_attn.o_proj", queries, shape.hidden, "out" in shape.biased)
-    if shape.family.head_norm != "none":
-        whole = shape.family.head_norm == "all"
-        yield "self_attn.q_norm.weight", (queries if whole else shape.head_dim,)
-        yield "self_attn.k_norm.weight", (keys if whole else shape.head_dim,)
-
-
-def _mlp(shape: ModelShape) -> Named:
-    if shape.family.fused:
-        yield from _linear("mlp.gate_up_proj", shape.hidden, 2 * shape.intermediate)
-    else:
-        for name in ("gate", "up"):
-            yield from _linear(f"mlp.{name}_proj", shape.hidden, shape.intermediate, "mlp" in shape.biased)
-    yield from _linear("mlp.down_proj", shape.intermediate, shape.hidden, "mlp" in shape.biased)
-
-
-def _experts(shape: ModelShape) -> Named:
-    assert shape.experts is not None
-    count, width = shape.experts.count, shape.experts.width
-    router = ("mlp.gate.weight", (count, shape.hidden))
-    matrices = [
-        ("mlp.experts.gate_up_proj", (count, 2 * width, shape.hidden)),
-        ("mlp.experts.down_proj", (count, shape.hidden, width)),
-    ]
-    yield from [*matrices, router] if shape.family.mixed_layers else [router, *matrices]
-
-
-def _linear(name: str, inputs: int, outputs: int, bias: bool = False) -> Named:
-    yield f"{name}.weight", (outputs, inputs)
-    if bias:
-        yield f"{name}.bias", (outputs,)
+        return self.rotary_kinds * 2 * -(-self.rotary // 2) * 4 + self.family.scaled_embedding * element
 
 
 class _Reader:
@@ -209,24 +183,25 @@ class _Reader:
         self.config = config
 
     def shape(self) -> ModelShape:
-        heads = self.size("num_attention_heads")
-        head_dim = self.head_dim(heads)
-        layers = self.size("num_hidden_layers")
-        self.check_activation()
-        self.check_dropout()
+        heads, layers = self.size("num_attention_heads"), self.size("num_hidden_layers")
+        hidden, head_dim = self.size("hidden_size"), self.head_dim(heads)
+        self.check_unplanned()
         return ModelShape(
             family=self.family,
             model_type=self.name,
-            hidden=self.size("hidden_size"),
+            hidden=hidden,
             layers=layers,
             heads=heads,
             kv_heads=self.kv_heads(heads),
             head_dim=head_dim,
-            intermediate=self.size("intermediate_size"),
+            intermediate=self.size("intermediate_size", self.family.widening * hidden or None),
             vocab=self.size("vocab_size"),
             tied=bool(self.value("tie_word_embeddings", False)),
             rotary=self.rotary(head_dim),
-            biased=frozenset(self.biased()),
+            activation=self.activation(),
+            positions=self.size("max_position_embeddings") if self.family.learned_positions else 0,
+            parallel=self.decides(self.family.parallel),
+            biased=frozenset(name for name, rule in self.family.biases.items() if self.decides(rule)),
             sparse=frozenset(self.sparse(layers)),
             experts=self.experts(),
             kinds=self.kinds(layers),
@@ -237,8 +212,16 @@ class _Reader:
 
     def value(self, key: str, default: Any = None) -> Any:
         """The config's value; without one, the family's default, then ``default``."""
-        found = self.config.get(key)
-        return self.family.defaults.get(key, default) if found is None and key not in self.config else found
+        family = self.family
+        other, common = family.keys.get(key), None if key in family.ignored else key
+        for name in (other, common):
+            if name is not None and name in self.config:
+                return self.config[name]
+        return family.defaults.get(key, default)
+
+    def decides(self, rule: bool | str) -> bool:
+        """A rule of the family: itself, or what the config says under its key."""
+        return bool(self.value(rule, False)) if isinstance(rule, str) else rule
 
     def size(self, key: str, default: int | None = None) -> int:
         found = self.value(key)
@@ -268,17 +251,14 @@ class _Reader:
         return kv_heads
 
     def rotary(self, head_dim: int) -> int:
-        if not self.family.partial_rotary:
+        if self.family.learned_positions:
+            return 0
+        if self.family.rotary is None:
             return head_dim
         ropes = [self.config, self.config.get("rope_parameters") or {}, self.config.get("rope_scaling") or {}]
-        share = next((r["partial_rotary_factor"] for r in ropes if "partial_rotary_factor" in r), 1.0)
-        return int(head_dim * share)
-
-    def biased(self) -> Iterator[str]:
-        for name in ("qkv", "out", "mlp"):
-            rule = getattr(self.family, f"{name}_bias")
-            if bool(self.value(rule, False)) if isinstance(rule, str) else rule:
-                yield name
+        keys = ("partial_rotary_factor", "rotary_pct")
+        shares = [rope[key] for rope in ropes for key in keys if rope.get(key) is not None]
+        return int(head_dim * (shares[0] if shares else self.family.rotary))
 
     def experts(self) -> Experts | None:
         if self.family.experts is None:
@@ -291,7 +271,8 @@ class _Reader:
                 f"num_experts_per_tok {chosen} in config.json is more than {key} {count}: "
                 "correct one of the two"
             )
-        return Experts(count, chosen, self.size(width), bool(self.value("norm_topk_prob", False)))
+        normalised, balanced = (bool(self.value(key)) for key in ("norm_topk_prob", "output_router_logits"))
+        return Experts(count, chosen, self.size(width), normalised, balanced)
 
     def sparse(self, layers: int) -> Iterator[int]:
         if self.family.experts is None:
@@ -303,11 +284,8 @@ class _Reader:
     def kinds(self, layers: int) -> tuple[str, ...]:
         listed = self.value("layer_types")
         if listed is None:
-            every = self.value("sliding_window_pattern", self.family.window_pattern) or 1
-            window = self.window() is not None and not self.family.window_pattern
             return tuple(
-                "sliding_attention" if window or (index + 1) % every else "full_attention"
-                for index in range(layers)
+                "sliding_attention" if self.slides(index) else "full_attention" for index in range(layers)
             )
         if len(listed) != layers:
             raise UserError(
@@ -316,20 +294,38 @@ class _Reader:
             )
         return tuple(listed)
 
+    def slides(self, index: int) -> bool:
+        """Whether a layer attends in a window, where the config does not list the kinds of layers."""
+        every = self.value("sliding_window_pattern", self.family.window_pattern)
+        if every:
+            return bool((index + 1) % every)
+        return self.window() is not None and index >= self.value("max_window_layers", 0)
+
     def window(self) -> int | None:
         if self.value("use_sliding_window", True) and self.value("sliding_window") is not None:
             return self.size("sliding_window")
         return None
 
-    def check_dropout(self) -> None:
-        for key in DROPOUTS:
-            if self.config.get(key):
-                raise UserError(f"{key} {self.config[key]} in config.json cannot be planned: set it to 0")
-
-    def check_activation(self) -> None:
-        keys = [key for key in ("hidden_activation", "hidden_act") if self.config.get(key) is not None]
-        name = self.config[keys[0]] if keys else ACTIVATIONS[0]
-        if name not in ACTIVATIONS:
+    def activation(self) -> str:
+        key = "hidden_act" if self.value("hidden_activation") is None else "hidden_activation"
+        name = self.value(key, "silu")
+        if not isinstance(name, str) or name not in ACTIVATIONS:
             raise UserError(
-                f"{keys[0]} {name!r} in config.json cannot be planned; these can: {', '.join(ACTIVATIONS)}"
+                f"{self.family.keys.get(key, key)} {name!r} in config.json cannot be planned; these can: "
+                f"{', '.join(ACTIVATIONS)}"
             )
+        return str(name)
+
+    def check_unplanned(self) -> None:
+        for key in DROPOUTS:
+            if self.value(key):
+                place = "in config.json" if key in self.config else "by default"
+                raise UserError(
+                    f"{key} {self.value(key)} {place} cannot be planned: set it to 0 in config.json"
+                )
+        for key in self.family.unplanned:
+            if self.value(key):
+                raise UserError(
+                    f"{key} in config.json of the {self.name} model changes its layers in a way that cannot "
+                    "be planned: choose a model without it"
+                )

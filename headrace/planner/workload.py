@@ -1,6 +1,7 @@
 """What one training step asks of a model, as far as memory is concerned."""
 
 from dataclasses import dataclass, replace
+from math import isqrt
 from typing import Literal
 
 from headrace.errors import UserError
@@ -74,6 +75,20 @@ class Workload:
         """The same step cut into micro-batches of ``rows``, which must divide its rows."""
         assert self.rows % rows == 0, (self.rows, rows)
         return replace(self, micro_batch=rows, micro_batches=self.rows // rows, documents=None)
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of a number above zero, in rising order, in as many steps as its root."""
+    low = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
+    return low + [number // n for n in reversed(low) if n * n != number]
+
+
+def kernel_lengths(longest: int) -> int:
+    """How many lengths :func:`round_length` makes of 1 to ``longest``."""
+    count = length = 0
+    while length < longest:
+        length, count = round_length(length + 1), count + 1
+    return count
 
 
 def round_length(length: int) -> int:

@@ -11,6 +11,7 @@ from headrace.errors import UserError
 from headrace.memory.tensorfile import Entry
 from headrace.models.attention import check_packable
 from headrace.models.load import LoadedModel, load_model
+from headrace.models.lora import add_adapters, check_trainable
 from headrace.models.recompute import recompute_layers
 from headrace.optim.groups import decay_groups
 from headrace.optim.offloaded import OffloadedAdamW
@@ -47,13 +48,13 @@ def build(plan: Plan, directory: RunDirectory, on_tokenised: Callable[[int, int]
     """
     run = plan.run
     torch.set_num_threads(_number(run.threads.compute))
-    loaded = load_model(run.model.path, DTYPES[run.model.dtype], device=_device(plan), seed=run.train.seed)
+    loaded = _model(run, _device(plan))
     if run.data.packing:
-        check_packable(loaded.model.config)
+        check_packable(loaded.model.config, run.data.context)
     check_head(loaded.model)
     data = _data(run, loaded, directory, on_tokenised)
     torch.manual_seed(run.train.seed)
-    optimizer = _optimizer(run, loaded.model)
+    optimizer = _optimizer(run, loaded.model, plan.work_on(data.train.rows).micro_batches)
     meters = Meters(loaded.model)
     loaded.model.train()
     if run.memory.activations == "recompute":
@@ -71,6 +72,16 @@ def build(plan: Plan, directory: RunDirectory, on_tokenised: Callable[[int, int]
         meters=meters,
     )
     return Job(loaded, data, optimizer, loop, steps)
+
+
+def _model(run: RunFile, device: torch.device) -> LoadedModel:
+    path, lora, seed = run.model.path, run.model.lora, run.train.seed
+    if lora is not None:
+        check_trainable(path)
+    loaded = load_model(path, DTYPES[run.model.dtype], device=device, seed=seed)
+    if lora is not None:
+        add_adapters(loaded.model, lora, path, seed)
+    return loaded
 
 
 def state_entries(optimizer: OffloadedAdamW) -> dict[str, list[Entry]]:
@@ -101,10 +112,11 @@ def _data(
         micro_batch=_number(run.train.micro_batch),
         seed=run.train.seed,
         on_progress=on_tokenised,
+        vocabulary=loaded.model.get_input_embeddings().weight.shape[0],
     )
 
 
-def _optimizer(run: RunFile, model: PreTrainedModel) -> OffloadedAdamW:
+def _optimizer(run: RunFile, model: PreTrainedModel, micro_batches: int) -> OffloadedAdamW:
     optim = run.optim
     return OffloadedAdamW(
         decay_groups(model, optim.weight_decay),
@@ -113,7 +125,7 @@ def _optimizer(run: RunFile, model: PreTrainedModel) -> OffloadedAdamW:
         eps=optim.eps,
         max_grad_norm=optim.max_grad_norm,
         release_gradients=True,
-        micro_batches=run.train.accumulation,
+        micro_batches=micro_batches,
         host=_number(run.memory.host),
         bucket=run.update.bucket,
         workers=_number(run.threads.update),

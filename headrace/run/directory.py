@@ -31,9 +31,16 @@ class RunDirectory:
             raise UserError(
                 f"{self.path} holds no run: plan.yaml is missing; give the `out` of a run file"
             ) from None
-        except yaml.YAMLError:
+        except NotADirectoryError:
             raise UserError(
-                f"{self.plan} is damaged: bring a copy back, or start again in another out"
+                f"{self.path} is a file, not the directory of a run: give the `out` of a run file"
             ) from None
-        assert isinstance(tree, dict), self.plan
+        except OSError as error:
+            raise UserError(
+                f"{self.plan} cannot be read ({error.strerror}): give the `out` of a run"
+            ) from None
+        except (yaml.YAMLError, ValueError, RecursionError):
+            tree = None
+        if not isinstance(tree, dict) or "model" not in tree:
+            raise UserError(f"{self.plan} is damaged: bring a copy back, or start again in another out")
         return tree

@@ -1,12 +1,13 @@
 """The run file: one YAML that composes the components' own Configs, with overrides from the command line."""
 
 import difflib
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
+from pydantic.fields import FieldInfo
 
 from headrace.checkpoint.config import CheckpointConfig
 from headrace.config import Config
@@ -16,6 +17,8 @@ from headrace.lanes.config import ThreadsConfig
 from headrace.memory.config import MemoryConfig
 from headrace.models.config import ModelConfig
 from headrace.optim.config import OptimConfig, UpdateConfig
+from headrace.run.faults import shown, unreadable, wish
+from headrace.run.foreign import find_known
 from headrace.training.config import Report, TrainConfig
 
 
@@ -56,20 +59,25 @@ def read_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunFile:
     tree = _read_yaml(Path(path))
     for text in overrides:
         _override(tree, text)
+    given = [text.partition("=")[0].strip() for text in overrides]
+    if twice := [key for key in given if given.count(key) > 1]:
+        raise UserError(f"{twice[0]} is given twice on the command line: keep one of them")
     _drop_rivals(tree, overrides)
-    return validate(tree, str(path))
+    return validate(tree, str(path), given)
 
 
-def validate(tree: Mapping[str, Any], source: str) -> RunFile:
-    """A run file from plain data; ``source`` names its origin in errors.
+def validate(tree: Mapping[str, Any], source: str, overridden: Sequence[str] = ()) -> RunFile:
+    """A run file from plain data; ``source`` names its origin in errors, except of the overridden keys.
 
     Raises:
         UserError: for the first fault, with its key, value and the fix.
     """
+    if problem := unreadable(tree):
+        raise UserError(f"{source} cannot be used: {problem}")
     try:
         return RunFile.model_validate(tree)
     except ValidationError as error:
-        raise UserError(_explain(error, source)) from None
+        raise UserError(_explain(error, source, overridden)) from None
 
 
 def dump(run: RunFile) -> str:
@@ -86,7 +94,7 @@ def to_tree(run: RunFile) -> dict[str, Any]:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Refuses a key that stands twice, of which YAML would silently keep the second."""
+    """Refuses a key that stands twice, of which YAML would silently keep the second; dates stay texts."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -99,12 +107,30 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+_StrictLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
+def _parse(text: str) -> Any:
+    """Plain data from YAML; YAMLError also for what Python cannot hold."""
+    try:
+        return yaml.load(text, _StrictLoader)
+    except RecursionError:
+        raise yaml.MarkedYAMLError(problem="it is nested too deep") from None
+    except ValueError:
+        raise yaml.MarkedYAMLError(problem="a number has too many digits") from None
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), _StrictLoader)
+        tree = _parse(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"there is no run file {path}: give the path of a YAML file") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): give a YAML file") from None
+    except ValueError as error:  # not UTF-8, or a path that cannot be one
         raise UserError(f"{path} cannot be read as text ({error}): give a YAML file in UTF-8") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
@@ -122,9 +148,10 @@ def _override(tree: dict[str, Any], text: str) -> None:
     if not equals or not all(sections):
         raise UserError(f"{text!r} is not an override: write section.key=value, for example optim.lr=1e-5")
     try:
-        parsed = yaml.load(value, _StrictLoader)
-    except yaml.YAMLError:
-        raise UserError(f"the value in {text!r} is not valid YAML: quote it") from None
+        parsed = _parse(value)
+    except yaml.YAMLError as error:
+        problem = getattr(error, "problem", None) or "it does not parse"
+        raise UserError(f"the value in {shown(text)} is not valid YAML ({problem}): quote it") from None
     node = tree
     for section in sections[:-1]:
         inner = node.setdefault(section, {})
@@ -141,24 +168,46 @@ def _drop_rivals(tree: dict[str, Any], overrides: Sequence[str]) -> None:
         tree["train"].pop("epochs" if given == {"train.steps"} else "steps", None)
 
 
-def _explain(error: ValidationError, source: str) -> str:
+def _explain(error: ValidationError, source: str, overridden: Sequence[str]) -> str:
+    """The first fault as a sentence; a key of another tool comes first, for what it means is known."""
     faults = error.errors(include_url=False)
-    first = faults[0]
+    first = next((fault for fault in faults if _foreign(fault)), faults[0])
     key, model = _locate(first["loc"])
     others = len({_locate(fault["loc"])[0] for fault in faults} - {key})
     more = f" (and {others} more to correct)" if others else ""
-    return _sentence(key, model, first, source) + more
+    if first["type"] == "missing":
+        return f"{key} is missing in {source}: {_description(key, model)}{more}"
+    place = "on the command line" if any(_touch(key, given) for given in overridden) else f"in {source}"
+    same = [fault for fault in faults if _locate(fault["loc"])[0] == key]
+    return _sentence(key, model, [first] if _foreign(first) else same, place) + more
 
 
-def _sentence(key: str, model: type[BaseModel], fault: Mapping[str, Any], source: str) -> str:
-    if fault["type"] == "extra_forbidden":
-        return f"{key} in {source} is not a key: {_hint(key, model)}"
-    if fault["type"] == "missing":
-        return f"{key} is missing in {source}: {_description(key, model)}"
-    message = fault["msg"].removeprefix("Value error, ")
-    if not key:
-        return f"{source}: {message}"
-    return f"{key}={_shown(fault['input'])} in {source}: {message[:1].lower()}{message[1:]}"
+def _sentence(key: str, model: type[BaseModel], faults: Sequence[Mapping[str, Any]], place: str) -> str:
+    """One key's faults as a sentence."""
+    first = faults[0]
+    if found := _foreign(first):
+        return f"{found[0]} {place} is not a key; {found[1]}"
+    if first["type"] == "extra_forbidden":
+        return f"{key} {place} is not a key: {_hint(key, model)}"
+    field = model.model_fields.get(key.rpartition(".")[2])
+    message = wish(faults, field.description if field else None)
+    if (
+        isinstance(first["input"], Mapping) and first["type"] == "value_error"
+    ):  # of a section: it names its keys
+        return f"{place.removeprefix('in ')}: {message}"
+    return f"{key}={shown(first['input'])} {place}: {message}"
+
+
+def _touch(key: str, given: str) -> bool:
+    """Whether one of two dotted keys is the other, or a section around it."""
+    return f"{key}.".startswith(f"{given}.") or f"{given}.".startswith(f"{key}.")
+
+
+def _foreign(fault: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The key and the answer, where a fault is a key of another tool."""
+    if fault["type"] != "extra_forbidden":
+        return None
+    return find_known(_locate(fault["loc"])[0], fault["input"], dict(all_keys()))
 
 
 def _locate(loc: Sequence[int | str]) -> tuple[str, type[BaseModel]]:
@@ -171,8 +220,8 @@ def _locate(loc: Sequence[int | str]) -> tuple[str, type[BaseModel]]:
     for part in loc:
         parts.append(str(part))
         field = model.model_fields.get(str(part))
-        inner = field.annotation if field else None
-        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+        inner = section_of(field) if field else None
+        if inner is None:
             break
         if part != loc[-1]:
             model = inner
@@ -184,17 +233,24 @@ def _hint(key: str, model: type[BaseModel]) -> str:
     dotted = f"{prefix}." if prefix else ""
     if close := difflib.get_close_matches(name, model.model_fields, n=1, cutoff=0.6):
         return f"did you mean {dotted}{close[0]}?"
-    homes = [full for full in _all_keys() if full.rpartition(".")[2] == name]
+    homes = [full for full, _ in all_keys() if full.rpartition(".")[2] == name]
     if homes:
         return f"did you mean {homes[0]}?"
     return f"{prefix or 'a run file'} knows {', '.join(model.model_fields)}"
 
 
-def _all_keys() -> Iterable[str]:
-    for section, field in RunFile.model_fields.items():
-        yield section
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from (f"{section}.{key}" for key in field.annotation.model_fields)
+def all_keys(model: type[BaseModel] = RunFile, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Every key, sections too, with its description."""
+    for name, field in model.model_fields.items():
+        yield prefix + name, field.description or ""
+        if inner := section_of(field):
+            yield from all_keys(inner, f"{prefix}{name}.")
+
+
+def section_of(field: FieldInfo) -> type[BaseModel] | None:
+    """The Config that a field holds, also where it may be left out (``X | None``); None for a value."""
+    members = (field.annotation, *get_args(field.annotation))
+    return next((m for m in members if isinstance(m, type) and issubclass(m, BaseModel)), None)
 
 
 def _description(key: str, model: type[BaseModel]) -> str:
@@ -202,8 +258,3 @@ def _description(key: str, model: type[BaseModel]) -> str:
     if field.description:
         return f"add it ({field.description})"
     return "add the section, see docs/run-file.md"
-
-
-def _shown(value: Any) -> str:
-    text = value if isinstance(value, str) else repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,5 +1,6 @@
 """A run as one picture: the losses, memory predicted and measured by purpose, and what its lanes did when."""
 
+import importlib.util
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,9 +9,10 @@ from typing import Any
 
 from headrace.errors import UserError
 from headrace.lanes.trace import WORDS, Record, lane_order, step_spans
-from headrace.ledger import PURPOSES, TIERS, Ledger
+from headrace.ledger import PURPOSES, TIERS
 from headrace.run.show import Findings
 from headrace.schedule.action import Kind
+from headrace.training.progress import duration
 
 SHOWN_STEPS = 2
 """Recorded steps that the picture shows; more are too narrow to read."""
@@ -35,7 +37,8 @@ _PURPOSES = {"states": "master + moments", "other": "Python, torch"}
 _LANES = {"d2h": "d2h (down)", "h2d": "h2d (up)", "cpu": "cpu (update)"}
 
 Axes = Any
-"""matplotlib's; it is an extra and known only once a picture is drawn."""
+Figure = Any
+"""Both matplotlib's, which is an extra and known only once a picture is drawn."""
 
 
 def draw(found: Findings, out: Path) -> None:
@@ -43,29 +46,42 @@ def draw(found: Findings, out: Path) -> None:
 
     Raises UserError when matplotlib is missing, knows no such format, or ``out`` cannot be written.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError("--picture needs a package that is missing: pip install headrace[plots]") from None
-    formats = FigureCanvasAgg.get_supported_filetypes()
+    figure = picture(found)
+    formats = figure.canvas.get_supported_filetypes()
     if out.suffix.lstrip(".").lower() not in formats:
-        raise UserError(f"--picture {out} has no suffix of a picture: give one of {', '.join(sorted(formats))}")
-    bars = memory_bars(found)
-    lanes = lane_order(found.trace)
-    heights = [2.6, 0.7 + 0.34 * max(1, len(bars)), 0.9 + 0.42 * max(1, len(lanes))]
-    figure = Figure(figsize=(_WIDTH, sum(heights) + 0.9), layout="constrained")
-    figure.get_layout_engine().set(h_pad=0.12, w_pad=0.1)
-    figure.suptitle(found.title, fontsize=12, color=_INK)
-    panels = figure.subplots(3, 1, height_ratios=heights)
-    _losses(panels[0], found.metrics)
-    _memory(panels[1], bars)
-    _gantt(panels[2], last_steps(found.trace), lanes)
+        raise UserError(
+            f"--picture {out} has no suffix of a picture: give one of {', '.join(sorted(formats))}"
+        )
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(out, dpi=150)
     except OSError as error:
         raise UserError(f"--picture {out} cannot be written ({error.strerror}): give another path") from error
+
+
+def picture(found: Findings) -> Figure:
+    """The picture: losses, memory and lanes, one below the other, each as high as what it shows.
+
+    Raises UserError when matplotlib is missing.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UserError("--picture needs a package that is missing: pip install headrace[plots]")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    bars = memory_bars(found)
+    lanes = lane_order(found.trace)
+    heights = [2.6, 0.7 + 0.34 * max(1, len(bars)), 0.9 + 0.42 * max(1, len(lanes))]
+    layout = ConstrainedLayoutEngine(h_pad=0.12, w_pad=0.1)
+    figure = Figure(figsize=(_WIDTH, sum(heights) + 0.9), layout=layout)
+    FigureCanvasAgg(figure)
+    figure.suptitle(shortened(found.title), fontsize=11, color=_INK)
+    panels = figure.subplots(3, 1, height_ratios=heights)
+    _losses(panels[0], found.metrics)
+    _memory(panels[1], bars)
+    _gantt(panels[2], last_steps(found.trace), lanes, _pace(found.metrics))
+    return figure
 
 
 # -- losses ------------------------------------------------------------------------------------------------
@@ -81,10 +97,14 @@ def _losses(axes: Axes, metrics: Sequence[Mapping[str, Any]]) -> None:
     losses = [_number(record["loss"]) for record in metrics]
     many = len(steps) >= _SMOOTHED_FROM
     marker = "o" if len(steps) == 1 else None
-    axes.plot(steps, losses, color=_TRAIN, lw=1, alpha=0.3 if many else 1, marker=marker, label="train, a step")
+    axes.plot(
+        steps, losses, color=_TRAIN, lw=1, alpha=0.3 if many else 1, marker=marker, label="train, a step"
+    )
     if many:
         axes.plot(steps, smoothed(losses), color=_TRAIN, lw=1.8, label="train, smoothed")
-    evaluated = [(record["step"], _number(record["eval_loss"])) for record in metrics if "eval_loss" in record]
+    evaluated = [
+        (record["step"], _number(record["eval_loss"])) for record in metrics if "eval_loss" in record
+    ]
     if evaluated:
         axes.plot(*zip(*evaluated, strict=True), color=_EVAL, lw=1.5, marker="o", ms=4, label="eval")
     skipped = [record["step"] for record in metrics if "offender" in record]
@@ -92,7 +112,7 @@ def _losses(axes: Axes, metrics: Sequence[Mapping[str, Any]]) -> None:
         axes.axvline(step, color=_SKIPPED, lw=1, ls=":", label="skipped step" if number == 0 else None)
     axes.locator_params(axis="x", integer=True)
     axes.margins(x=0.01)
-    axes.legend(loc="upper right", frameon=False, ncols=4)
+    _legend_above(axes)
 
 
 def smoothed(losses: Sequence[float]) -> list[float]:
@@ -136,8 +156,8 @@ def _bars(tier: str, found: Findings, prefix: str) -> Iterator[Bar]:
     measured = found.measured.peaks.get(tier, {}) if found.measured else {}
     for purpose in PURPOSES:
         if predicted.get(purpose) or measured.get(purpose):
-            name = prefix + _PURPOSES.get(purpose, purpose)
-            yield Bar(name, predicted.get(purpose, 0), measured.get(purpose))
+            name = "CUDA" if (tier, purpose) == ("device", "other") else _PURPOSES.get(purpose, purpose)
+            yield Bar(prefix + name, predicted.get(purpose, 0), measured.get(purpose))
     yield Bar(f"{tier} peak", found.predicted.total(tier), _peak(tier, found))
 
 
@@ -166,7 +186,7 @@ def _memory(axes: Axes, bars: Sequence[Bar]) -> None:
     axes.set_ylim(len(bars) - 0.4, -0.6)
     axes.set_xlim(0, 1.12 * largest / unit)
     axes.tick_params(axis="y", length=0)
-    axes.legend(loc="lower left", bbox_to_anchor=(0.78, 1.0), frameon=False, ncols=2, borderaxespad=0.2)
+    _legend_above(axes)
 
 
 def _bar(axes: Axes, place: float, length: float, colour: str, label: str | None) -> None:
@@ -185,8 +205,17 @@ def last_steps(trace: Sequence[Record]) -> list[Record]:
     return [record for record in trace if record.step in steps]
 
 
-def _gantt(axes: Axes, records: Sequence[Record], lanes: Sequence[str]) -> None:
-    _frame(axes, "Lanes", grid="x")
+def _pace(metrics: Sequence[Mapping[str, Any]]) -> str:
+    """Seconds and stall of a step, over all steps."""
+    seconds = sum(record["seconds"] for record in metrics)
+    if not seconds:
+        return ""
+    stall = sum(record["stall"] for record in metrics) / seconds
+    return f": {duration(seconds / len(metrics))} a step, compute waits {100 * stall:.1f} % of it"
+
+
+def _gantt(axes: Axes, records: Sequence[Record], lanes: Sequence[str], pace: str) -> None:
+    _frame(axes, f"Lanes{pace}", grid="x")
     if not records:
         _nothing(axes, "no trace yet: the first checkpoint writes it")
         return
@@ -196,18 +225,27 @@ def _gantt(axes: Axes, records: Sequence[Record], lanes: Sequence[str]) -> None:
     axes.set_xlabel(f"{unit} since the start of step {spans[0][0] + 1:,}")
     for kind in (kind for kind in Kind if any(r.action.kind is kind for r in records)):
         for place, lane in enumerate(lanes):
-            ran = [(scale * (r.start - begin), scale * (r.end - r.start)) for r in records if _is(r, kind, lane)]
+            ran = [
+                (scale * (r.start - begin), scale * (r.end - r.start)) for r in records if _is(r, kind, lane)
+            ]
             axes.broken_barh(ran, (place - 0.38, 0.76), color=_COLOURS[kind], lw=0)
         axes.barh([0], [0], color=_COLOURS[kind], label=WORDS[kind])
     for step, start, _ in spans:
         axes.axvline(scale * (start - begin), color=_INK, lw=0.8, ls="--")
-        place = {"xytext": (3, 1), "textcoords": ("offset points", "offset points"), "fontsize": 8}
-        axes.annotate(f"step {step + 1:,}", (scale * (start - begin), -0.5), va="bottom", color=_INK, **place)
+        beside = {
+            "xytext": (3, 1),
+            "textcoords": "offset points",
+            "va": "bottom",
+            "fontsize": 8,
+            "color": _INK,
+        }
+        axes.annotate(f"step {step + 1:,}", (scale * (start - begin), -0.5), **beside)
     axes.set_yticks(range(len(lanes)), [_LANES.get(lane, lane) for lane in lanes])
     axes.set_ylim(len(lanes) - 0.5, -0.85)
     axes.set_xlim(-0.005 * scale * (end - begin), 1.005 * scale * (end - begin))
     axes.tick_params(axis="y", length=0)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.28), frameon=False, ncols=9, columnspacing=1.2)
+    below = 0.5 / (0.42 * len(lanes) + 0.2)  # half an inch, in heights of the axes
+    _legend(axes, loc="upper center", bbox_to_anchor=(0.5, -below))
 
 
 def _is(record: Record, kind: Kind, lane: str) -> bool:
@@ -225,6 +263,21 @@ def _frame(axes: Axes, title: str, grid: str = "both") -> None:
     axes.set_axisbelow(True)
     axes.tick_params(labelsize=8.5, colors=_INK)
     axes.xaxis.label.set_size(8.5)
+
+
+def _legend_above(axes: Axes) -> None:
+    """In the line of the title, where no curve and no bar can be."""
+    _legend(axes, loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.1)
+
+
+def _legend(axes: Axes, **where: Any) -> None:
+    axes.legend(frameon=False, ncols=9, fontsize=8.5, columnspacing=1.2, handlelength=1.6, **where)
+
+
+def shortened(text: str, most: int = 110) -> str:
+    """``text``, its middle left out where it is longer than a line of the picture."""
+    half = most // 2 - 1
+    return text if len(text) <= most else f"{text[:half]} … {text[-half:]}"
 
 
 def _nothing(axes: Axes, text: str) -> None:

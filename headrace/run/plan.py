@@ -10,17 +10,18 @@ from headrace.config import format_size
 from headrace.data.estimate import estimate
 from headrace.errors import UserError
 from headrace.ledger import Ledger
-from headrace.machine.cores import available_cores
+from headrace.machine.cores import auto_threads
 from headrace.machine.detect import detect
 from headrace.machine.machine import Machine
 from headrace.machine.presets import preset
-from headrace.models.source import read_config
+from headrace.models.source import find_source, read_config
 from headrace.planner.fit import KNOBS, Verdict, judge, lacking
 from headrace.planner.memory import predict
 from headrace.planner.report import memory_table
 from headrace.planner.shape import ModelShape
-from headrace.planner.workload import Workload
+from headrace.planner.workload import Workload, divisors
 from headrace.run.file import RunFile, dump, read_run_file, to_tree, validate
+from headrace.schedule.action import Kind
 
 MIB = 2**20
 
@@ -57,20 +58,54 @@ class Plan:
         """The run file with every default and the prediction: ``headrace train`` runs it."""
         return dump(self.run.model_copy(update={"predicted": self.predicted.to_json()}))
 
+    def work_on(self, rows: int) -> Workload:
+        """The largest step of data with so many rows, which may be fewer than the batch."""
+        batch = min(rows, self.run.train.batch)
+        micro_batch = min(batch, self.work.micro_batch)
+        return replace(self.work, micro_batch=micro_batch, micro_batches=-(-batch // micro_batch))
+
+    def predict_on(self, rows: int, steps: int) -> Ledger:
+        """The mean step's ledger of a run over so many rows, now that they are known.
+
+        The last step of an epoch holds what is left, so fewer micro-batches may send their gradients down.
+        """
+        work = self.work_on(rows)
+        full, left = divmod(rows, min(rows, self.run.train.batch))
+        short = -(-left // work.micro_batch)
+        epochs, more = divmod(steps, full + (left > 0))
+        sent = epochs * (full * work.micro_batches + short) + more * work.micro_batches
+        ledger = predict(self.shape, work, self.machine)
+        for action, account in ledger.actions.items():
+            if action.kind is Kind.DOWN:
+                account.nbytes = round(account.nbytes * sent / (steps * work.micro_batches))
+        return ledger
+
     def _notes(self) -> Iterator[str]:
         for tier, asked in _asked(self.run, self.machine).items():
             if asked > self.budgets[tier]:
                 yield f"! {KNOBS[tier]}={format_size(asked)} is more than {self.machine.name} has free"
+        if self.run.model.lora is not None and not find_source(self.run.model.path).has_weights:
+            yield f"! {self.run.model.path} has no weights, which model.lora needs: fetch them first"
 
     def _title(self) -> str:
         run, count = self.run, self.shape.numel
-        size = f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.1f} M"
         tokens = run.train.batch * run.data.context
         return (
-            f"{Path(run.model.path).name}, {size} parameters, {run.model.dtype}, full fine-tuning, "
+            f"{Path(run.model.path).name}, {_count(count)} parameters, {run.model.dtype}, {self._method()}, "
             f"up to {tokens:,} tokens a step ({run.train.accumulation} x {run.train.micro_batch} x "
             f"{run.data.context:,})"
         )
+
+    def _method(self) -> str:
+        lora, adapters = self.run.model.lora, self.shape.adapters
+        if lora is None or adapters is None:
+            return "full fine-tuning"
+        trained = _count(self.shape.trained_numel)
+        return f"LoRA of rank {lora.rank} on {len(adapters.modules)} linear layers ({trained} trained)"
+
+
+def _count(numel: int) -> str:
+    return f"{numel / 1e9:.2f} B" if numel >= 1e9 else f"{numel / 1e6:.1f} M"
 
 
 def plan(source: str | Path | RunFile, overrides: Sequence[str] = (), machine: str | None = None) -> Plan:
@@ -87,6 +122,8 @@ def plan(source: str | Path | RunFile, overrides: Sequence[str] = (), machine: s
     run = source if isinstance(source, RunFile) else read_run_file(source, overrides)
     config = read_config(run.model.path)
     shape = ModelShape.from_config(config)
+    if run.model.lora is not None:
+        shape = shape.with_adapters(run.model.lora.rank, run.model.lora.targets)
     _check_context(run, config)
     there = detect(*_accelerator()) if machine is None else preset(machine)
     _check_tiers(run, there)
@@ -120,8 +157,8 @@ def _fill(run: RunFile, shape: ModelShape, machine: Machine) -> RunFile:
     for key, tier in _budget_keys(machine):
         if memory[key] == "auto":
             memory[key] = machine.tiers[tier] // MIB * MIB
-    for lane in ("compute", "update"):
-        threads[lane] = available_cores() if threads[lane] == "auto" else threads[lane]
+    for lane, count in auto_threads().items():
+        threads[lane] = count.count if threads[lane] == "auto" else threads[lane]
     filled = validate(tree, "the plan")
     if train["micro_batch"] == "auto":
         train["micro_batch"] = _largest_that_fits(filled, shape, machine)
@@ -131,7 +168,7 @@ def _fill(run: RunFile, shape: ModelShape, machine: Machine) -> RunFile:
 def _largest_that_fits(run: RunFile, shape: ModelShape, machine: Machine) -> int:
     """The largest divisor of the batch whose prediction fits; 1 if none does."""
     batch, budgets = run.train.batch, {**machine.tiers, **_asked(run, machine)}
-    for rows in sorted((n for n in range(1, batch + 1) if batch % n == 0), reverse=True):
+    for rows in reversed(divisors(batch)):
         train = run.train.model_copy(update={"micro_batch": rows})
         work = workload(run.model_copy(update={"train": train}))
         if not lacking(predict(shape, work, machine), budgets):
@@ -171,7 +208,12 @@ def _accelerator() -> tuple[int | None, str]:
 
 
 def _check_context(run: RunFile, config: Mapping[str, Any]) -> None:
-    positions = config.get("max_position_embeddings")
+    positions = config.get("max_position_embeddings") or config.get("n_positions")  # GPT-2
+    if positions and not isinstance(positions, int):
+        raise UserError(
+            f"{run.model.path}: max_position_embeddings in config.json must be a whole number, "
+            f"not {positions!r}"
+        )
     if positions and run.data.context > positions:
         raise UserError(
             f"data.context={run.data.context} is more than the {positions} positions that "

@@ -12,6 +12,7 @@ from headrace.lanes.trace import read as read_trace
 from headrace.ledger import Ledger
 from headrace.memory.durable import replace_text
 from headrace.run.directory import RunDirectory
+from headrace.run.file import validate
 from headrace.training.closing import comparison_table
 from headrace.training.metrics import read_metrics
 from headrace.training.progress import duration, loss_text
@@ -53,6 +54,7 @@ def find(run: str | Path) -> Findings:
     """
     directory = RunDirectory(run)
     tree = directory.read_plan()
+    validate(tree, str(directory.plan))
     predicted, measured = _ledgers(directory, tree)
     return Findings(
         directory,
@@ -90,12 +92,21 @@ def write_chrome_trace(found: Findings, out: Path) -> None:
 def _ledgers(directory: RunDirectory, tree: dict[str, Any]) -> tuple[Ledger, Ledger | None]:
     path = directory.ledger
     if not path.exists():
-        return Ledger.from_json(tree["predicted"]), None
+        return _prediction(directory, tree), None
     try:
         both: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return Ledger.from_json(both["predicted"]), Ledger.from_json(both["measured"])
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is damaged ({error}): it is written anew at the end of the run") from None
+
+
+def _prediction(directory: RunDirectory, tree: dict[str, Any]) -> Ledger:
+    try:
+        return Ledger.from_json(tree["predicted"])
+    except (ValueError, KeyError, TypeError):
+        raise UserError(
+            f"{directory.plan} holds no prediction: it is not the plan of a run, give the `out` of a run file"
+        ) from None
 
 
 def _progress(found: Findings) -> Iterator[str]:

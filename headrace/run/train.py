@@ -4,8 +4,9 @@ import json
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +23,22 @@ from headrace.checkpoint.space import check_space
 from headrace.errors import UserError
 from headrace.lanes import trace
 from headrace.ledger import Ledger
+from headrace.machine.cores import auto_threads
 from headrace.memory.durable import replace_text
 from headrace.memory.process import peak_resident_bytes
+from headrace.models.adapter import save_adapter
 from headrace.models.save import model_entries, save_model
 from headrace.optim.offloaded import SkippedStep
 from headrace.planner.memory import STATE
+from headrace.run.base import base_of, check_base
 from headrace.run.build import Job, build, state_entries
 from headrace.run.directory import RunDirectory
 from headrace.run.file import RunFile, read_run_file, to_tree, validate
 from headrace.run.interrupt import Interruption
+from headrace.run.ownership import check_model, check_out, record_model
 from headrace.run.plan import Plan, adopt, plan
 from headrace.training.closing import Outcome, closing
-from headrace.training.metrics import Metrics
+from headrace.training.metrics import Metrics, check_reports
 from headrace.training.progress import Progress, StepReport, finished, fresh, resumed
 
 
@@ -45,6 +50,7 @@ class _Session:
     directory: RunDirectory
     start: Checkpoint | None
     environment: Environment
+    origins: dict[str, str]
 
     @property
     def run(self) -> RunFile:
@@ -68,14 +74,22 @@ def train(source: str | Path | RunFile, overrides: Sequence[str] = ()) -> Path:
     """
     asked = source if isinstance(source, RunFile) else read_run_file(source, overrides)
     directory = RunDirectory(asked.out)
+    check_out(directory, asked.model.path)
     with RunLock(directory.path), _plain_warnings():
         clean_leftovers(directory.path)
-        session = _open(asked, directory)
-        if _is_finished(session):
-            assert session.start is not None
-            print(finished(session.start.step, directory.model))
-            return directory.model
+        try:
+            return _run(_open(asked, directory))
+        finally:
+            with suppress(OSError):  # it holds something
+                directory.data.rmdir()
+
+
+def _run(session: _Session) -> Path:
+    if not _is_finished(session):
         return _work(session)
+    assert session.start is not None
+    print(finished(session.start.step, session.directory.model))
+    return session.directory.model
 
 
 def _open(asked: RunFile, directory: RunDirectory) -> _Session:
@@ -86,11 +100,11 @@ def _open(asked: RunFile, directory: RunDirectory) -> _Session:
     tree = to_tree(asked)
     tree.pop("predicted", None)
     going_on = plan(validate(adopt(saved, tree), "the run file"))
-    environment = Environment.here(_threads(going_on.run))
+    environment = _environment(going_on.run)
     start = choose_checkpoint(directory.path, asked.checkpoint.resume, environment)
     if start is None:
         planned = plan(asked)
-        return _Session(planned, directory, None, Environment.here(_threads(planned.run)))
+        return _Session(planned, directory, None, _environment(planned.run), _origins(asked, starts=True))
     if not saved:
         raise UserError(
             f"{directory.path} has checkpoints, but its plan.yaml is missing: bring a copy back, or start "
@@ -98,7 +112,7 @@ def _open(asked: RunFile, directory: RunDirectory) -> _Session:
         )
     for change in refuse_changes(saved, to_tree(going_on.run), asked.checkpoint.accept_changes):
         warnings.warn(f"going on with a changed setting: {change}", stacklevel=2)
-    return _Session(going_on, directory, start, environment)
+    return _Session(going_on, directory, start, environment, _origins(asked, starts=False))
 
 
 def _is_finished(session: _Session) -> bool:
@@ -114,7 +128,9 @@ def _work(session: _Session) -> Path:
     verdict = session.plan.verdict
     if not verdict.fits:
         raise UserError(str(verdict))
-    check_space(session.directory.path, STATE * session.plan.shape.numel, session.run.checkpoint.keep)
+    check_model(session.directory)
+    check_reports(session.run.report)
+    check_space(session.directory.path, STATE * session.plan.shape.trained_numel, session.run.checkpoint.keep)
     print(_first_line(session), flush=True)
     job = build(session.plan, session.directory)
     for line in job.data.lines():
@@ -126,16 +142,24 @@ def _work(session: _Session) -> Path:
 
 
 def _first_line(session: _Session) -> str:
-    threads, metrics = session.environment.threads, session.directory.metrics
+    threads, metrics = _threads(session.run), session.directory.metrics
     if session.start is None:
-        return fresh(threads, metrics)
-    return resumed(session.start.step, session.start.path, threads, metrics)
+        return fresh(threads, metrics, session.origins)
+    return resumed(session.start.step, session.start.path, threads, metrics, session.origins)
+
+
+def _origins(asked: RunFile, starts: bool) -> dict[str, str]:
+    """What the numbers of threads that were left to us come from."""
+    chosen = {lane: threads.origin for lane, threads in auto_threads().items()}
+    autos = {lane: origin for lane, origin in chosen.items() if getattr(asked.threads, lane) == "auto"}
+    return autos if starts else dict.fromkeys(autos, "as at its start")
 
 
 def _restore(session: _Session, job: Job) -> None:
     """Put the job where the checkpoint was taken; later checkpoints belong to another future."""
     if session.start is not None:
         _check_data(session.start, job, session.run.checkpoint.accept_changes)
+        check_base(session.start, session.run, job.model, session.run.checkpoint.accept_changes)
         _take_up(session.start, job)
     leave_behind(session.directory.path, session.start)
 
@@ -176,7 +200,7 @@ def _train(session: _Session, job: Job) -> Outcome:
     budgets = session.plan.budgets
     with (
         Interruption() as interruption,
-        Metrics(session.directory.path, start, session.run.report) as metrics,
+        Metrics(session.directory.path, start, session.run.report, to_tree(session.run)) as metrics,
         Progress(job.steps, start, budgets) as progress,
     ):
         for report in job.loop.run(start):
@@ -202,6 +226,7 @@ def _save(session: _Session, job: Job, step: int) -> None:
         "steps": job.steps,
         "length": _length(session.run),
         "data": job.data.fingerprint,
+        "base": base_of(session.run, job.model),
         "counts": job.optimizer.counts,
         "skipped": [job.loop.skipped, job.loop.skipped_in_a_row],
         "rng": capture_rng(),
@@ -220,25 +245,33 @@ def _length(run: RunFile) -> dict[str, Any]:
 def _finish(session: _Session, job: Job, outcome: Outcome) -> Path:
     """Write the model, compare the prediction with what was measured, say where things are."""
     ledger = job.optimizer.ledger
-    target, model = session.directory.model, job.loaded.model
+    target = session.directory.model
     job.optimizer.close()
-    count = save_model(
-        target,
-        model_entries(model),
-        model.config,
-        job.loaded.tokenizer,
-        model.generation_config,
-        overwrite=True,
-    )
+    count = _save_trained(session, job)
     _measure_process(ledger, session.plan)
-    predicted = session.plan.predicted
+    predicted = session.plan.predict_on(job.data.train.rows, job.steps)
     both = {"predicted": predicted.to_json(), "measured": ledger.to_json()}
     replace_text(session.directory.ledger, json.dumps(both))
     for line in closing(outcome, predicted, ledger):
         print(line)
     print(f"Model  {target}: {count} tensors written, read back, equal")
     print(f'Try    headrace sample {target} "Hello"')
+    if session.run.model.lora is not None:
+        print(f"Merge  headrace export {session.directory.path} OUT --merge")
     return target
+
+
+def _save_trained(session: _Session, job: Job) -> int:
+    """Write what was trained, the model or its adapters; returns how many tensors."""
+    target, model, tokenizer = session.directory.model, job.model, job.loaded.tokenizer
+    settings: dict[str, Any] = {
+        "overwrite": True,
+        "before_replacing": partial(record_model, session.directory),
+    }
+    if session.run.model.lora is not None:
+        return save_adapter(target, model, tokenizer, **settings)
+    entries = model_entries(model)
+    return save_model(target, entries, model.config, tokenizer, model.generation_config, **settings)
 
 
 def _measure_process(ledger: Ledger, plan: Plan) -> None:
@@ -248,6 +281,13 @@ def _measure_process(ledger: Ledger, plan: Plan) -> None:
         ledger.tier_peaks[plan.machine.host_tier] = ledger.process_peak
     if not plan.machine.unified:
         ledger.tier_peaks[plan.machine.device_tier] = torch.cuda.max_memory_allocated()
+
+
+def _environment(run: RunFile) -> Environment:
+    """What the last bits of this run depend on: the update's threads change none."""
+    threads = _threads(run)
+    del threads["update"]
+    return Environment.here(threads)
 
 
 def _threads(run: RunFile) -> dict[str, int]:

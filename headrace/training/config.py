@@ -6,19 +6,20 @@ from typing import Any, Literal
 from pydantic import Field, PositiveInt, model_validator
 
 from headrace.config import Config, Number
+from headrace.planner.workload import divisors
 
-Report = Literal["tensorboard"]
+Report = Literal["tensorboard", "wandb"]
 """Where metrics go besides metrics.jsonl; the run file's `report` is a list of these."""
 
 
 class TrainConfig(Config):
     """How long to train, on how much at a time. Without `steps` and `epochs` it is one epoch."""
 
-    steps: PositiveInt | None = Field(None, description="optimizer steps to train; or give epochs")
+    steps: PositiveInt | None = Field(None, le=10**9, description="optimizer steps to train; or give epochs")
     epochs: Number | None = Field(
-        None, gt=0, description="passes over the training data, fractions allowed; or give steps"
+        None, gt=0, le=10**6, description="passes over the training data, fractions allowed; or give steps"
     )
-    batch: PositiveInt = Field(16, description="sequences of an optimizer step, over all ranks")
+    batch: PositiveInt = Field(16, le=2**20, description="sequences of an optimizer step, over all ranks")
     micro_batch: PositiveInt | Literal["auto"] = Field(
         "auto",
         description="sequences of one forward and backward; batch / micro_batch of them make a step",
@@ -29,7 +30,7 @@ class TrainConfig(Config):
     max_skipped: PositiveInt = Field(
         5, description="the run stops after so many steps in a row whose gradient was not finite"
     )
-    seed: int = Field(0, ge=0, description="of the data order and of dropout")
+    seed: int = Field(0, ge=0, lt=2**63, description="of the data order and of dropout")
     loss_chunk: PositiveInt = Field(
         512, description="tokens whose logits exist at a time: fewer need less memory, more are faster"
     )
@@ -47,7 +48,7 @@ class TrainConfig(Config):
     @model_validator(mode="after")
     def _whole_micro_batches(self) -> "TrainConfig":
         if self.micro_batch != "auto" and self.batch % self.micro_batch:
-            fitting = max(n for n in range(1, self.micro_batch) if self.batch % n == 0)
+            fitting = max(n for n in divisors(self.batch) if n < self.micro_batch)
             raise ValueError(
                 f"train.batch={self.batch} is not a multiple of train.micro_batch={self.micro_batch}; "
                 f"choose for example train.micro_batch={fitting}"
@@ -65,4 +66,4 @@ class TrainConfig(Config):
         if self.steps is not None:
             return self.steps
         assert self.epochs is not None
-        return math.ceil(round(self.epochs * steps_per_epoch, 6))
+        return max(1, math.ceil(round(self.epochs * steps_per_epoch, 6)))

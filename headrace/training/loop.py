@@ -16,6 +16,7 @@ from headrace.data.batch import MicroBatch
 from headrace.data.loader import Loader
 from headrace.errors import RunStopped
 from headrace.memory.process import peak_resident_bytes
+from headrace.models.finite import not_finite
 from headrace.optim.config import OptimConfig
 from headrace.optim.offloaded import OffloadedAdamW
 from headrace.schedule.action import Action, Kind
@@ -82,6 +83,18 @@ class Loop:
                     f"{self._optimizer.norm.offender}: lower optim.lr, look at the data, or raise "
                     "train.max_skipped"
                 )
+        self._refuse_a_failed_training()
+
+    def _refuse_a_failed_training(self) -> None:
+        """A run that trained nothing, or ends with weights that are not finite, is no success."""
+        cure = "lower optim.lr, look at the model's weights and the data, and start again in another out"
+        if self.skipped >= self._steps:
+            raise RunStopped(
+                f"every step was skipped, the last for a gradient that is not finite in "
+                f"{self._optimizer.norm.offender or 'the model'}, so nothing was trained: {cure}"
+            )
+        if self.skipped_in_a_row and (name := not_finite(self._model)):
+            raise RunStopped(f"the last step was skipped and {name} is not finite: {cure}")
 
     def evaluate(self) -> float | None:
         """Mean loss over the held-out trained tokens; None where nothing is held out."""

@@ -1,5 +1,6 @@
-"""Metrics of a run: one JSON object a step in RUN/metrics.jsonl, and TensorBoard for those who want it."""
+"""Metrics of a run: one JSON object a step in RUN/metrics.jsonl; TensorBoard and W&B for who wants them."""
 
+import importlib.util
 import json
 import math
 import os
@@ -9,9 +10,23 @@ from typing import Any
 
 from headrace.errors import UserError
 from headrace.training.config import Report
+from headrace.training.weights_and_biases import WeightsAndBiases
 
 FILE = "metrics.jsonl"
 """The file's name in a run directory."""
+
+
+_PACKAGES: dict[Report, str] = {"tensorboard": "tensorboard", "wandb": "wandb"}
+"""What a report needs; the extra of Headrace has the report's name."""
+
+
+def check_reports(reports: Sequence[Report]) -> None:
+    """Raise UserError if the package of a report is missing."""
+    for report in reports:
+        if importlib.util.find_spec(_PACKAGES[report]) is None:
+            raise UserError(
+                f"report: [{report}] needs a package that is missing: pip install headrace[{report}]"
+            )
 
 
 class Metrics:
@@ -24,14 +39,26 @@ class Metrics:
         step: steps of the checkpoint that the run goes on from, 0 in a fresh run. Records of later steps were
             of a run that was killed after the checkpoint: they are removed, and written again.
         report: where metrics go besides the file.
+        settings: of the run, for reports that show them.
 
     Raises:
         UserError: if a report's package is missing, or the file holds a line that is no record.
     """
 
-    def __init__(self, directory: Path, step: int, report: Sequence[Report] = ()) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        step: int,
+        report: Sequence[Report] = (),
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        check_reports(report)
         self.path = directory / FILE
-        self._board = _TensorBoard(directory / "tensorboard", step) if "tensorboard" in report else None
+        self._boards: list[_TensorBoard | WeightsAndBiases] = []
+        if "tensorboard" in report:
+            self._boards.append(_TensorBoard(directory / "tensorboard", step))
+        if "wandb" in report:
+            self._boards.append(WeightsAndBiases(directory, step, settings or {}))
         directory.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
             os.truncate(self.path, _bytes_up_to(self.path, step))
@@ -40,17 +67,18 @@ class Metrics:
     def write(self, record: Mapping[str, Any]) -> None:
         """Append ``record``, which has a ``step``; JSON has no NaN or infinity, so these become null."""
         assert "step" in record, record
-        line = json.dumps({name: _finite(value) for name, value in record.items()}, allow_nan=False)
+        kept = {name: _finite(value) for name, value in record.items()}
+        line = json.dumps(kept, allow_nan=False)
         self._file.write(line.encode() + b"\n")
         self._file.flush()
-        if self._board is not None:
-            self._board.write(record)
+        for board in self._boards:
+            board.write(dict(_scalars(kept)))
 
     def close(self) -> None:
         """Close the file and the reports."""
         self._file.close()
-        if self._board is not None:
-            self._board.close()
+        for board in self._boards:
+            board.close()
 
     def __enter__(self) -> "Metrics":
         return self
@@ -100,18 +128,14 @@ def _finite(value: Any) -> Any:
 
 class _TensorBoard:
     def __init__(self, directory: Path, step: int) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise UserError(
-                "report: [tensorboard] needs a package that is missing: pip install headrace[tensorboard]"
-            ) from None
+        from torch.utils.tensorboard import SummaryWriter
+
         self._writer = SummaryWriter(str(directory), purge_step=step + 1)
 
-    def write(self, record: Mapping[str, Any]) -> None:
-        for name, value in _scalars(record):
+    def write(self, scalars: Mapping[str, float]) -> None:
+        for name, value in scalars.items():
             if name != "step":
-                self._writer.add_scalar(name, value, record["step"])
+                self._writer.add_scalar(name, value, scalars["step"])
         self._writer.flush()
 
     def close(self) -> None:

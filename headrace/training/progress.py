@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
@@ -62,14 +63,22 @@ class StepReport:
         return {"step": values.pop("number"), **values}
 
 
-def fresh(threads: Mapping[str, int], metrics: Path) -> str:
-    """The first line of a run from the start."""
-    return f"fresh run · {_threads(threads)} · {metrics}"
+def fresh(
+    threads: Mapping[str, int], metrics: Path, origins: Mapping[str, str] = MappingProxyType({})
+) -> str:
+    """The first line of a run from the start; ``origins`` says what numbers of threads come from."""
+    return f"fresh run · {_threads(threads, origins)} · {metrics}"
 
 
-def resumed(step: int, checkpoint: Path, threads: Mapping[str, int], metrics: Path) -> str:
+def resumed(
+    step: int,
+    checkpoint: Path,
+    threads: Mapping[str, int],
+    metrics: Path,
+    origins: Mapping[str, str] = MappingProxyType({}),
+) -> str:
     """The first line of a run that goes on from ``checkpoint``, taken after ``step`` steps."""
-    return f"resumed at step {step:,} from {checkpoint} · {_threads(threads)} · {metrics}"
+    return f"resumed at step {step:,} from {checkpoint} · {_threads(threads, origins)} · {metrics}"
 
 
 def finished(steps: int, model: Path) -> str:
@@ -77,11 +86,17 @@ def finished(steps: int, model: Path) -> str:
     return f"already finished: {steps:,} steps done · {model}"
 
 
-def _threads(threads: Mapping[str, int]) -> str:
+def _threads(threads: Mapping[str, int], origins: Mapping[str, str]) -> str:
+    """``14 compute + 2 cpu threads (affinity)``, with a reason for each where they differ."""
+    reasons = {origins.get(lane, "") for lane in threads}
+    shared = reasons.pop() if len(reasons) == 1 else ""
     lanes = " + ".join(
-        f"{count} {lane}" if len(threads) > 1 else f"{count}" for lane, count in threads.items()
+        (f"{count} {lane}" if len(threads) > 1 else f"{count}")
+        + (f" ({origins[lane]})" if lane in origins and not shared else "")
+        for lane, count in threads.items()
     )
-    return f"{lanes} thread{'' if list(threads.values()) == [1] else 's'}"
+    plural = "" if list(threads.values()) == [1] else "s"
+    return f"{lanes} thread{plural}{f' ({shared})' if shared else ''}"
 
 
 class Progress:
@@ -104,7 +119,7 @@ class Progress:
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._console = Console(file=sys.stdout) if console is None else console
+        self._console = _Output(file=sys.stdout) if console is None else console
         self._pace = _Pace(steps, clock)
         self._budgets = budgets
         self._eval_loss: float | None = None
@@ -148,6 +163,13 @@ class Progress:
     def _resources(self, report: StepReport) -> list[str]:
         stall, left = f"stall {100 * self._pace.stall:.1f} %", self._pace.seconds_left
         return [*_memory(report.held, self._budgets), stall, *([f"{duration(left)} left"] if left else [])]
+
+
+class _Output(Console):
+    """Tells of a closed pipe, at which rich would end the process without a word."""
+
+    def on_broken_pipe(self) -> None:
+        raise  # the BrokenPipeError at hand
 
 
 class _Pace:

@@ -32,6 +32,16 @@ def test_numbers_and_knob_are_named(tmp_path, free):
         check_space(tmp_path, 2 * GIB + 1, keep=1)
 
 
+@pytest.mark.parametrize("keep", [3, 99_999_999_999_999, 10**30])
+def test_the_most_that_fits_is_named_however_much_was_asked(tmp_path, free, keep):
+    free(4 * GIB)
+    with pytest.raises(UserError, match=r": set checkpoint\.keep=1, or choose"):
+        check_space(tmp_path, 2 * GIB, keep=keep)
+    free(3 * GIB)
+    with pytest.raises(UserError, match=r": make room, or choose"):
+        check_space(tmp_path, 2 * GIB, keep=keep)
+
+
 def test_standing_checkpoints_count_but_one_more_always_fits(tmp_path, free, no_fsync):
     path = example.save(tmp_path, 1)
     one = sum(file.stat().st_size for file in path.iterdir())

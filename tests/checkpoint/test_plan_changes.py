@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -63,6 +63,7 @@ trees = st.recursive(values, lambda inner: st.dictionaries(st.text("abc", max_si
 plans = st.dictionaries(st.text("abc", min_size=1, max_size=2), trees, max_size=4)
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(plans, plans)
 def test_differences_are_empty_for_equals_only(old, new):
     assert differences(old, old) == {}

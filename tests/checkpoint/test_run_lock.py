@@ -76,3 +76,33 @@ def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "lockf", refuse)
     with pytest.warns(UserWarning, match="cannot be locked .*No locks available"), RunLock(tmp_path):
         pass
+
+
+def test_a_run_that_wrote_nothing_leaves_nothing(tmp_path):
+    with RunLock(tmp_path / "new" / "run"):
+        assert (tmp_path / "new" / "run" / ".lock").exists()
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "old").mkdir()
+    with RunLock(tmp_path / "old"):
+        pass
+    assert list((tmp_path / "old").iterdir()) == []
+    with RunLock(tmp_path / "new" / "run"):
+        (tmp_path / "new" / "run" / "plan.yaml").touch()
+    assert sorted(path.name for path in (tmp_path / "new" / "run").iterdir()) == [".lock", "plan.yaml"]
+
+
+def test_a_lock_that_is_taken_away_never_lets_two_in(tmp_path):
+    """Two processes enter and leave the same new directory again and again, each taking its lock away."""
+    code = (
+        "import sys; from pathlib import Path; from headrace.checkpoint.lock import RunLock\n"
+        "from headrace.errors import UserError\n"
+        "run, mark, entered = Path(sys.argv[1]), Path(sys.argv[2]), 0\n"
+        "while entered < 300:\n"
+        "    try:\n"
+        "        with RunLock(run):\n"
+        "            mark.open('x').close(); mark.unlink(); entered += 1\n"
+        "    except UserError: pass\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "run"), str(tmp_path / "mark")]
+    processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [process.communicate(timeout=300)[1] for process in processes] == ["", ""]

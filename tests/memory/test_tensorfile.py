@@ -18,7 +18,8 @@ DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 ]
-names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
+RESERVED = "__metadata__"  # by the format, which has no tensor of that name
+names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12).filter(RESERVED.__ne__)
 shapes = st.lists(st.integers(0, 7), max_size=3).map(tuple)
 layouts = st.dictionaries(names, st.tuples(st.sampled_from(DTYPES), shapes), max_size=6)
 

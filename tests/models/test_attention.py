@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from headrace.errors import UserError
 from headrace.models.attention import attach, check_packable, document_attention
+from headrace.models.recompute import recompute_layers
 
 LENGTH = 20
 GRADIENT_ROUNDING = {"gemma2": 1e-5, "gemma3": 1e-5}  # their norm weights' gradients pass through fp32
@@ -242,14 +243,29 @@ def test_a_mask_given_to_the_model_is_refused_and_not_dropped():
         model(torch.zeros(1, 4, dtype=torch.int64), attention_mask=torch.ones(1, 4), use_cache=False)
 
 
-def test_a_model_that_does_not_hand_the_documents_on_is_refused():
-    model = build("stablelm")
+def test_a_model_that_does_not_hand_the_documents_on_keeps_them_apart_all_the_same():
+    documents = ((0, 0, 7), (0, 7, LENGTH), (1, 0, LENGTH))
+    input_ids_BL = torch.randint(0, 40, (2, LENGTH))
+    model = build("stablelm", torch.float64)
     attach(model)
+    a, b = (run(model, input_ids_BL, documents) for run in (packed, unpacked))
+    check_equal(a, b, 1e-12, 1e-12)
+
+
+def test_it_is_refused_where_others_recompute_its_layers():
+    """In backward, outside the call, nobody would tell them of the documents."""
+    model = build("stablelm").train()
+    attach(model)
+    model.activation_checkpointing_enable({"use_reentrant": False})
     input_ids_BL = torch.zeros(1, 4, dtype=torch.int64)
-    with pytest.raises(UserError, match=r"StableLmAttention is not handed .* set data\.packing=false"):
+    with pytest.raises(UserError, match=r"StableLmAttention is not handed .* use .*recompute_layers, or set"):
         model.model(input_ids_BL, documents=((0, 0, 2), (0, 2, 4)), use_cache=False)
     model(input_ids_BL, documents=((0, 0, 2),), use_cache=False)  # causal: padding at the end is not seen
     model(input_ids_BL, use_cache=False)
+    recompute_layers(model)
+    model(input_ids_BL, documents=((0, 0, 2), (0, 2, 4)), use_cache=False)
+    model.eval().activation_checkpointing_enable({"use_reentrant": False})
+    model(input_ids_BL, documents=((0, 0, 2), (0, 2, 4)), use_cache=False)
 
 
 def test_an_architecture_outside_the_registry_is_refused():
@@ -271,3 +287,18 @@ def test_layers_that_are_not_attention_are_not_packed(kind):
 )
 def test_attention_layers_are_packed(kind):
     check_packable(AutoConfig.for_model(kind))
+
+
+def test_long_documents_that_turn_the_others_are_not_packed():
+    """With longrope, the longest document of a call decides how all of them rotate."""
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [9.0] * 4, "rope_theta": 1e4}
+    model = build("phi3", rope_parameters=rope, original_max_position_embeddings=12, pad_token_id=0)
+    attach(model)
+    input_ids_BL = torch.randint(0, 40, (1, LENGTH))
+    for border, is_apart in ((12, True), (13, False)):
+        documents = ((0, 0, border), (0, border, LENGTH))
+        together, alone = (run(model, input_ids_BL, documents)[0] for run in (packed, unpacked))
+        assert torch.allclose(together[1], alone[1], rtol=1e-5) == is_apart
+    check_packable(model.config, 12)
+    with pytest.raises(UserError, match=r"data\.context=13 would .* more than 12 tokens .*\(longrope\); set"):
+        check_packable(model.config, 13)

@@ -1,4 +1,5 @@
 import json
+import warnings
 
 import pytest
 import torch
@@ -112,22 +113,45 @@ def test_a_torn_weight_file_is_named(tmp_path):
         load_model(tmp_path, torch.float32)
 
 
-def test_experts_stored_one_by_one_are_converted_with_a_warning(tmp_path):
-    build("mixtral", torch.bfloat16, num_local_experts=3).save_pretrained(tmp_path)
-    assert any(".experts.0." in name for name in load_file(tmp_path / "model.safetensors"))
+@pytest.mark.parametrize("merged", [False, True])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_experts_are_read_one_by_one_and_merged(tmp_path, family, merged):
+    sizes = {"num_local_experts": 3} if family == "mixtral" else {"num_experts": 3, "num_experts_per_tok": 2}
+    model = build(family, torch.bfloat16, **sizes)
+    model.save_pretrained(tmp_path, save_original_format=not merged)
+    names = load_file(tmp_path / "model.safetensors").keys()
+    assert any(".experts.0." in name for name in names) != merged
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of a second copy of the model
+        check_equal_to_transformers(tmp_path, torch.bfloat16)
+
+
+def test_other_names_are_converted_with_a_warning(tmp_path):
+    """GPT-2 is published like this: without the prefix of the model that has the head."""
+    build("gpt2", torch.bfloat16).transformer.save_pretrained(tmp_path)
+    assert "h.0.ln_1.weight" in load_file(tmp_path / "model.safetensors")
+    rewrite(tmp_path, lambda t: t.__setitem__("h.0.attn.bias", torch.ones(1, 1, 4, 4)))
     with pytest.warns(UserWarning, match="transformers converted them"):
         check_equal_to_transformers(tmp_path, torch.bfloat16)
+
+
+def test_an_expert_that_is_missing_is_named(tmp_path):
+    build("mixtral", torch.bfloat16, num_local_experts=3).save_pretrained(tmp_path)
+    rewrite(tmp_path, lambda t: t.pop("model.layers.1.block_sparse_moe.experts.2.w3.weight"))
+    with pytest.raises(UserError, match=r"only a part of them, first .*experts"):
+        load_model(tmp_path, torch.float32)
 
 
 def test_from_scratch_is_seeded_and_leaves_the_random_state_alone(tmp_path):
     config = {**SMALL, **FAMILIES["gemma3"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     state = torch.get_rng_state()
-    one, same, other = (load_model(tmp_path, torch.float32, seed=seed).model for seed in (1, 1, 2))
+    path = tmp_path / "config.json"
+    one, same, other = (load_model(path, torch.float32, seed=seed).model for seed in (1, 1, 2))
     assert torch.equal(state, torch.get_rng_state())
     assert torch.equal(logits(one), logits(same))
     assert not torch.equal(logits(one), logits(other))
-    narrow = load_model(tmp_path, torch.bfloat16, seed=1).model
+    narrow = load_model(path, torch.bfloat16, seed=1).model
     for a, b in zip(one.parameters(), narrow.parameters(), strict=True):
         assert torch.equal(a.bfloat16(), b), "drawn in fp32 and cast"
     narrow.save_pretrained(tmp_path / "saved")
@@ -179,4 +203,4 @@ def test_a_gguf_file_brings_its_tokenizer(tmp_path):
 def test_architectures_that_cannot_be_trained_are_refused(tmp_path, config, message):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=message):
-        load_model(tmp_path)
+        load_model(tmp_path / "config.json")

@@ -24,8 +24,8 @@ def test_the_three_kinds(tmp_path):
     assert find_source(whole).kind == "directory"
     assert find_source(whole).weights == (whole / "model.safetensors",)
     assert find_source(str(whole / "config.json")).kind == "config", "a config.json alone means from scratch"
-    assert find_source(bare).kind == "config"
-    assert find_source(bare).directory == bare
+    assert (find_source(bare).kind, find_source(bare).weights) == ("directory", ()), "enough to plan with"
+    assert find_source(bare).directory == find_source(bare / "config.json").directory == bare
     assert find_source(tmp_path / "m.gguf").kind == "gguf"
     assert read_config(whole) == read_config(bare) == read_config(bare / "config.json") == LLAMA
 

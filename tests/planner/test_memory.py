@@ -17,7 +17,7 @@ from headrace.optim.offloaded import OffloadedAdamW
 from headrace.optim.store import STAGING
 from headrace.planner import memory
 from headrace.planner.shape import ModelShape
-from headrace.planner.workload import Workload, round_length
+from headrace.planner.workload import Workload, divisors, kernel_lengths, round_length
 from headrace.schedule.action import Action, Kind
 from headrace.training import loss
 from headrace.training.loss import Head, chunked_cross_entropy
@@ -74,9 +74,8 @@ def test_pool_and_links_are_exact(dtype: str, micro_batches: int, bucket: int) -
 
 def test_links_by_hand() -> None:
     predicted = memory.predict(SHAPE, WORK, PLAIN)
-    downs = {Action(Kind.DOWN, microbatch=index): SHAPE.numel * 2 for index in range(3)}
     assert {action: account.nbytes for action, account in predicted.actions.items()} == {
-        **downs,
+        Action(Kind.DOWN): 3 * SHAPE.numel * 2,
         Action(Kind.UP): SHAPE.numel * 2,
     }
 
@@ -169,3 +168,13 @@ def test_what_no_step_can_be_is_refused(changes: dict, message: str) -> None:
 def test_a_step_is_cut_into_other_micro_batches() -> None:
     cut = replace(WORK, documents=(24, 24)).with_micro_batch(1)
     assert (cut.micro_batch, cut.micro_batches, cut.rows, cut.documents) == (1, 6, 6, None)
+
+
+@given(st.integers(1, 5000))
+def test_divisors_by_trying_all(number: int) -> None:
+    assert divisors(number) == [n for n in range(1, number + 1) if number % n == 0]
+
+
+@given(st.integers(1, 5000))
+def test_kernel_lengths_by_rounding_all(longest: int) -> None:
+    assert kernel_lengths(longest) == len({round_length(length) for length in range(1, longest + 1)})

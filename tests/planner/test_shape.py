@@ -16,6 +16,11 @@ from headrace.planner.shape import ALIGN, ModelShape
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
 
+QUIET = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
+NEEDED: dict[str, dict] = {
+    "gpt2": QUIET,  # trains with dropout by default, which is not planned
+    "ministral": {"head_dim": 2},  # its own default, None, builds no model
+}
 OPTIONAL = ("num_key_value_heads", "head_dim", "tie_word_embeddings", "attention_bias", "mlp_bias")
 
 
@@ -42,13 +47,15 @@ def test_what_a_config_leaves_out_has_transformers_default(family: str) -> None:
     config = {"model_type": family, **BASE, "hidden_size": 64, "num_attention_heads": 32}
     del config["num_key_value_heads"]
     assert not config.keys() & OPTIONAL
-    assert_equal(config)
+    assert_equal(config | NEEDED.get(family, {}))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_config_that_transformers_writes_is_read(family: str) -> None:
     config = {"model_type": family, **BASE, "head_dim": 16, "tie_word_embeddings": True}
-    assert_equal(AutoConfig.for_model(**config).to_dict())
+    for key in FAMILIES[family].ignored:
+        config.pop(key, None)
+    assert_equal(AutoConfig.for_model(**config, **QUIET).to_dict())
 
 
 def test_qwen3_8b() -> None:
@@ -91,6 +98,33 @@ def test_any_sizes(
     assert_equal(config)
 
 
+def test_dropout_that_is_there_by_default_is_named() -> None:
+    config = config_of("gpt2")
+    del config["resid_pdrop"]
+    with pytest.raises(UserError, match=r"resid_pdrop 0\.1 by default cannot be planned: set it to 0"):
+        ModelShape.from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "kinds"),
+    [
+        ("qwen2", {"sliding_window": 9}, "fff"),
+        ("qwen2", {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 2}, "ffs"),
+        ("mistral", {"sliding_window": 9}, "sss"),
+        ("phi3", {}, "fff"),
+        ("gemma2", {}, "sfs"),
+        ("gemma3_text", {}, "sfs"),
+        ("cohere2", {}, "sssfs"),
+        ("olmo3", {"layer_types": ["full_attention"] * 4}, "ffff"),
+    ],
+)  # fmt: skip
+def test_kinds_of_layers_are_those_of_transformers(name: str, changes: dict, kinds: str) -> None:
+    config = config_of(name, **changes)
+    assert "".join(kind[0] for kind in ModelShape.from_config(config).kinds) == kinds
+    listed = getattr(AutoConfig.for_model(**config), "layer_types", None)
+    assert listed is None or "".join(kind[0] for kind in listed) == kinds
+
+
 def test_parameters_are_aligned_as_in_the_optimizer() -> None:
     shape = ModelShape.from_config(config_of("llama with biases"))
     assert ALIGN == OPTIMIZER_ALIGN
@@ -99,7 +133,7 @@ def test_parameters_are_aligned_as_in_the_optimizer() -> None:
 
 def test_an_unknown_family_is_answered_with_the_known_ones() -> None:
     with pytest.raises(
-        UserError, match=r"model_type 'mamba' in config.json cannot be planned; these can: gemma, "
+        UserError, match=r"model_type 'mamba' in config.json cannot be planned; these can: cohere, "
     ):
         ModelShape.from_config({**BASE, "model_type": "mamba"})
 
@@ -118,6 +152,11 @@ def test_an_unknown_family_is_answered_with_the_known_ones() -> None:
         ("llama", {"quantization_config": {"bits": 4}}, "quantised .* take the original checkpoint"),
         ("gemma2", {"layer_types": ["full_attention"]}, "layer_types .* lists 1 layers, .* says 3"),
         ("mixtral", {"num_experts_per_tok": 7}, "num_experts_per_tok 7 .* is more than num_local_experts 6"),
+        ("gpt2", {"attn_pdrop": 0.1}, "attn_pdrop 0.1 in config.json cannot be planned: set it to 0"),
+        ("gpt2", {"activation_function": "relu"}, "activation_function 'relu' .* these can: silu"),
+        ("starcoder2", {"residual_dropout": 0.1}, "residual_dropout 0.1 in config.json .* set it to 0"),
+        ("phi", {"qk_layernorm": True}, "qk_layernorm in config.json of the phi model .* a model without it"),
+        ("cohere", {"use_qk_norm": True}, "use_qk_norm in config.json of the cohere model .* without it"),
         ("mixtral", {"num_local_experts": None}, "the mixtral model has no num_local_experts"),
     ],
 )  # fmt: skip

@@ -1,54 +1,28 @@
-"""docs/run-file.md names every key of a run file, with its default and its own description.
+"""docs/run-file.md names every key of a run file, with its default and its own description."""
 
-Prints the rows that belong there: python tests/readme/test_run_file_page.py
-"""
-
-import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel
-from pydantic.fields import FieldInfo
-
-from headrace.run.file import RunFile
+from headrace.run.reference import keys, main, table, with_table
 
 PAGE = Path(__file__).parents[2] / "docs" / "run-file.md"
-WRITTEN_BY_HEADRACE = {"predicted"}
 
 
-def keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    for name, field in model.model_fields.items():
-        inner = field.annotation
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
-            yield from keys(inner, f"{prefix}{name}.")
-        elif name not in WRITTEN_BY_HEADRACE:
-            yield prefix + name, field
+def test_the_page_is_current():
+    page = PAGE.read_text(encoding="utf-8")
+    assert with_table(page) == page, f"run: python -m headrace.run.reference {PAGE}"
 
 
-def row(key: str, field: FieldInfo) -> str:
-    options = ", ".join(f"`{option}`" for option in choices(field.annotation))
-    return f"| `{key}` | {default(field)} | {field.description}{f' ({options})' if options else ''} |"
+def test_every_key_is_explained():
+    rows = table().splitlines()[2:]
+    assert [row.split("`")[1] for row in rows] == [key for key, _ in keys()]
+    assert {"model.path", "optim.lr", "update.bucket", "out"} <= {key for key, _ in keys()}
+    assert "predicted" not in table()
+    assert not [key for key, field in keys() if not field.description]
 
 
-def choices(annotation: Any) -> list[str]:
-    """The texts of all Literals in a type; a single one is no choice."""
-    if get_origin(annotation) is Literal:
-        return list(get_args(annotation)) if len(get_args(annotation)) > 1 else []
-    return [choice for part in get_args(annotation) for choice in choices(part)]
-
-
-def default(field: FieldInfo) -> str:
-    if field.is_required():
-        return "required"
-    value: Any = field.get_default(call_default_factory=True)
-    return f"`{value}`" if isinstance(value, str) else f"`{json.dumps(value)}`"
-
-
-def test_every_key_is_explained_and_no_other():
-    written = [line for line in PAGE.read_text("utf-8").splitlines() if line.startswith("| `")]
-    assert written == [row(key, field) for key, field in keys(RunFile)]
-
-
-if __name__ == "__main__":
-    print("\n".join(row(key, field) for key, field in keys(RunFile)))
+def test_an_outdated_page_is_written_anew_and_the_rest_of_it_kept(tmp_path):
+    page = with_table(PAGE.read_text(encoding="utf-8"))
+    outdated = tmp_path / "page.md"
+    outdated.write_text(page.replace("| `optim.lr` |", "| `optim.rate` |"), encoding="utf-8")
+    main(outdated)
+    assert outdated.read_text(encoding="utf-8") == page

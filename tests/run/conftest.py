@@ -62,7 +62,7 @@ def write_run(tiny, tmp_path):
 
     def write(name="run", **values):
         run = {
-            "model": {"path": str(tiny / "model"), "dtype": "bf16"},
+            "model": {"path": str(tiny / "model" / "config.json"), "dtype": "bf16"},
             "data": {"train": str(tiny / "chats.jsonl"), "eval": 0.1, "context": 64},
             "train": {"steps": 8, "batch": 4, "micro_batch": 2, "eval_every": 3},
             "optim": {"lr": 1e-2, "max_grad_norm": 0.3},

@@ -115,7 +115,7 @@ def test_too_little_host_memory_is_refused_up_front_and_the_knob_it_names_helps(
     numbers = r"RAM needs \d+ MiB, \d+ MiB more than the 64 MiB of memory.host: set (memory.host=\d+[MG]iB)"
     with pytest.raises(UserError, match=numbers) as caught:
         train(path)
-    assert [file.name for file in evidence.home(path).iterdir()] == [".lock"]
+    assert not evidence.home(path).exists()
     train(path, [re.search(numbers, str(caught.value))[1]])
     assert evidence.steps(path) == [6, 8]
 
@@ -133,7 +133,7 @@ def test_a_run_has_the_bits_of_a_plain_loop(write_run, tmp_path, limit):
 
 
 def test_a_clip_limit_below_zero_is_refused(write_run):
-    with pytest.raises(UserError, match=r"optim\.max_grad_norm=-1 in .*greater than or equal to 0"):
+    with pytest.raises(UserError, match=r"optim\.max_grad_norm=-1 in .*: it must be at least 0"):
         train(write_run(optim__max_grad_norm=-1))
 
 
@@ -286,6 +286,30 @@ def test_a_batch_with_nan_is_skipped_counted_and_named(
     place = f"step {bad['step']} skipped: gradient not finite in model.embed_tokens.weight (1 so far)"
     assert [line for line in printed.splitlines() if line.startswith("!")] == [f"! {place}"]
     assert "1 step skipped" in printed and "skipped" not in errors
+
+
+def test_a_run_that_skipped_every_step_is_no_success(write_run, write_model):
+    """Fewer steps than train.max_skipped, and a weight that is no number."""
+
+    def spoil(state):
+        state["model.norm.weight"][3] = math.nan
+
+    path = write_run(**FP32, model__path=write_model("spoilt", spoil), train__steps=4)
+    for _ in range(2):
+        with pytest.raises(RunStopped, match=r"every step was skipped.*in model\..*, so nothing was trained"):
+            train(path)
+        assert not (evidence.home(path) / "model").exists()
+    assert evidence.metrics(path)[-1]["skipped"] == 4
+
+
+@pytest.mark.parametrize("values", [{"optim__lr": 1e38}, {"optim__lr": 1e30, "optim__weight_decay": 1e30}])
+def test_a_run_that_ends_with_weights_that_are_not_finite_is_no_success(write_run, values):
+    path = write_run(train__steps=4, data__eval=None, **values)
+    with pytest.raises(
+        RunStopped, match=r"the last step was skipped and model\..* is not finite: lower optim\.lr"
+    ):
+        train(path)
+    assert not (evidence.home(path) / "model").exists()
 
 
 def test_a_run_without_a_finite_gradient_stops_and_stays_stopped(write_run, write_model):

@@ -44,10 +44,10 @@ def assert_one_sentence(result, code, pattern):
 @pytest.mark.parametrize(
     ("overrides", "pattern"),
     [
-        (["train.max_skiped=3"], r"train\.max_skiped in .*run\.yaml .* did you mean train\.max_skipped\?"),
+        (["train.max_skiped=3"], r"train\.max_skiped on the command line .* mean train\.max_skipped\?"),
         (["data.lr=1e-5"], r"did you mean optim\.lr\?"),
         (["train.steps=3", "train.epochs=1"], r"train\.steps=3 and train\.epochs=1 contradict each other"),
-        (["memory.host=64 gigs"], r"memory\.host=64 gigs in .*run\.yaml: .*write for example 48GiB"),
+        (["memory.host=64 gigs"], r"memory\.host=64 gigs on the command line: .*write for example 48GiB"),
         (["optim.lr"], r"write section\.key=value"),
         (["model.path=nowhere"], r"model\.path=nowhere does not exist"),
         (["data.context=4096"], r"data\.context=4096 is more than the 128 positions"),
@@ -127,6 +127,29 @@ def test_a_full_disk_ends_with_1(write_run, tmp_path):
     assert sorted(tmp_path.iterdir()) == sorted([*files, tmp_path / "run.yaml"])
 
 
+def test_standard_output_that_is_full_or_closed_ends_with_1(write_run):
+    path, sentence = (
+        write_run(train__steps=200),
+        "headrace: standard output takes no more ({}): the command was ",
+    )
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "headrace", "plan", path]
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=cli_process.TIMEOUT
+        )
+    assert (done.returncode, done.stderr) == (
+        1,
+        sentence.format("No space left on device") + "stopped there\n",
+    )
+    command = [sys.executable, "-m", "headrace", "train", path]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes) as process:  # as `headrace train RUN.yaml | head -1`
+        assert process.stdout.readline().startswith("fresh run")
+        process.stdout.close()
+        errors = process.stderr.read()
+    assert (process.returncode, errors) == (1, sentence.format("Broken pipe") + "stopped there\n")
+
+
 # -- from a plan to an answer ------------------------------------------------------------------------------
 
 
@@ -154,7 +177,7 @@ def test_train_show_export_and_sample(write_run, quick, tmp_path):
     )
     code, shown, _ = headrace("show", home)
     lines = shown.splitlines()
-    assert code == 0 and "/model, bf16, update sync" in lines[0]
+    assert code == 0 and "/model/config.json, bf16, update sync" in lines[0]
     assert any(line.startswith("step 8: loss ") for line in lines)
     assert {"checkpoints: checkpoint-6, checkpoint-8", f"Model  {home}/model"} <= set(lines)
     measured = [line for line in printed.splitlines() if line.startswith(("ram peak", "down a step"))]

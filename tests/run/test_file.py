@@ -61,7 +61,7 @@ def test_overrides(write):
         ("model: {path: m}\ndata: {train: d}\nmodle: {}", r"modle .* did you mean model\?"),
         ("model: {path: m}", r"data is missing"),
         ("model: {}\ndata: {train: d}", r"model\.path is missing in .*run\.yaml: add it"),
-        ("model: {path: m}\ndata: {train: d}\noptim: {lr: -1}", r"optim\.lr=-1 in .*greater than 0"),
+        ("model: {path: m}\ndata: {train: d}\noptim: {lr: -1}", r"optim\.lr=-1 in .*: it must be above 0"),
         ("model: {path: m}\ndata: {train: d}\noptim: {lr: high}", r"optim\.lr=high"),
         ("model: {path: m}\ndata: {train: d}\nmemory: {host: lots}", r"memory\.host=lots in .* not a size"),
         ("model: {path: m}\ndata: {train: d}\nmemory: {states: disk}", r"memory\.states=disk"),

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import cli_process
+import early
 import evidence
 import pressing
 import pytest
@@ -97,3 +98,34 @@ def test_while_the_model_is_written_the_same_command_writes_it(write_run, press,
     assert code == 130 and errors.endswith("headrace: stopped\n") and "Traceback" not in errors
     assert evidence.steps(path) == [6, 8]
     check_continuation(write_run, path, capsys, f"resumed at step 8 from {evidence.checkpoint(path, 8)} ")
+
+
+# -- before training ---------------------------------------------------------------------------------------
+
+
+def press_early(moment, *arguments):
+    """The command line, with Ctrl-C as a module is imported, or where the exception is lost."""
+    command = [sys.executable, str(Path(early.__file__)), moment, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=cli_process.TIMEOUT)
+    return done.returncode, done.stdout, done.stderr.strip()
+
+
+@pytest.mark.parametrize("module", ["typer", "pydantic", "torch", "transformers", "datasets"])
+def test_while_modules_are_imported_it_ends_at_once(write_run, module):
+    path = write_run()
+    assert press_early(module, "train", path) == (130, "", "headrace: stopped")
+    assert not list(evidence.home(path).glob("*"))
+
+
+@pytest.mark.parametrize("command", ["plan", "train", "show", "data"])
+def test_every_command_ends_with_a_sentence(write_run, command):
+    path = write_run()
+    code, _, errors = press_early("pathlib.Path", command, path)
+    assert (code, errors) == (130, "headrace: stopped")
+
+
+def test_one_that_python_loses_stops_before_the_first_step(write_run):
+    path = write_run()
+    code, printed, errors = press_early("lost", "train", path)
+    assert code == 130 and errors.endswith("headrace: stopped")
+    assert "step 1" not in printed and evidence.steps(path) == []

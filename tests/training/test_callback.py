@@ -2,6 +2,7 @@
 
 import copy
 
+import law_one
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
@@ -91,6 +92,21 @@ def test_with_gradients_in_place_trainer_clips_and_the_bits_are_torchs(make_mode
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("release", [True, False])
+def test_given_the_same_coefficient_the_bits_are_torchs(make_model, run_trainer, accumulate, release):
+    """The optimizer clips by law 1's norm, and so does the reference."""
+    ours, theirs = make_model(), make_model()
+    optimizer = offloaded(ours, release_gradients=release, max_grad_norm=CLIP, micro_batches=accumulate)
+    callbacks = [TrainerCallback(optimizer)]
+    logs = run_trainer(ours, optimizer, clip=0, callbacks=callbacks, accumulate=accumulate)
+    reference = law_one.clipping_adamw(theirs.parameters(), CLIP, **SETTINGS)
+    expected = run_trainer(theirs, reference, clip=0, accumulate=accumulate)
+    assert_same(ours, theirs)
+    assert [log["loss"] for log in logs] == [log["loss"] for log in expected]
+    assert optimizer.norm.value > CLIP, "clipping must act"
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
 def test_with_released_gradients_the_clipping_is_the_optimizers(make_model, run_trainer, accumulate):
     """Released or not, the bits are the same; the true norm, before clipping, stands in Trainer's logs."""
     ours, kept, theirs = make_model(), make_model(), make_model()
@@ -126,6 +142,23 @@ def test_different_accumulations_are_refused(make_model, run_trainer):
     optimizer, callbacks = released(model, accumulate=1)
     with pytest.raises(UserError, match=r"gradient_accumulation_steps=2\) and .*micro_batches=1\) differ"):
         run_trainer(model, optimizer, clip=0, callbacks=callbacks)
+    optimizer.close()
+
+
+def test_loss_scaling_is_refused_when_its_gradients_are_gone(make_model, run_trainer):
+    model = make_model()
+    optimizer, callbacks = released(model)
+    with pytest.raises(UserError, match=r"fp16=True\) .*train in bf16, or .*release_gradients=False"):
+        run_trainer(model, optimizer, clip=0, callbacks=callbacks, fp16=True)
+    optimizer.close()
+
+
+def test_a_callback_of_another_optimizer_is_refused(make_model, run_trainer):
+    model, other = make_model(), make_model()
+    optimizer, callbacks = released(other)
+    reference = torch.optim.AdamW(model.parameters(), **SETTINGS)
+    with pytest.raises(UserError, match=r"Trainer trains with AdamW at .*TrainerCallback belongs to Offl"):
+        run_trainer(model, reference, clip=0, callbacks=callbacks)
     optimizer.close()
 
 

@@ -19,7 +19,9 @@ def test_steps_replace_epochs() -> None:
     assert config.total_steps(13) == 7
 
 
-@pytest.mark.parametrize(("epochs", "steps"), [(0.5, 7), ("1e-1", 2), (0.001, 1), (3, 39), (0.7, 10)])
+@pytest.mark.parametrize(
+    ("epochs", "steps"), [(0.5, 7), ("1e-1", 2), (0.001, 1), (3, 39), (0.7, 10), (1e-9, 1)]
+)
 def test_part_of_an_epoch_is_rounded_up(epochs: float, steps: int) -> None:
     assert TrainConfig.model_validate({"epochs": epochs}).total_steps(13) == steps
 

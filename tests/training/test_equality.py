@@ -1,10 +1,10 @@
 """The loop against a plain PyTorch loop with torch.optim.AdamW(fused=True): equal bits, or equal loss."""
 
 import copy
-import math
 import pydoc_data.topics
 from importlib.metadata import PackageNotFoundError, files
 
+import law_one
 import pytest
 import torch
 from torch import nn
@@ -110,18 +110,6 @@ def train_with_headrace(model, batches, *, bucket=2**16, recompute=False, clip=C
     return reports
 
 
-def one_norm(parameters):
-    """Law 1's norm: fp64 sums over blocks of 64 Ki elements, each by one thread, in parameter order."""
-    threads, total = torch.get_num_threads(), 0.0
-    torch.set_num_threads(1)
-    for p in parameters:
-        for block in p.grad.float().reshape(-1).split(2**16):
-            values = block.double()
-            total += float(torch.dot(values, values))
-    torch.set_num_threads(threads)
-    return math.sqrt(total)
-
-
 def train_plainly(model, batches, *, loss_of, clip=CLIP):
     """The reference: autograd's own accumulation, clipping by law 1's coefficient, torch's optimizer."""
     model.train()
@@ -144,10 +132,7 @@ def train_plainly(model, batches, *, loss_of, clip=CLIP):
 
 def clip_and_step(optimizer, index, clip):
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    coefficient = min(1.0, clip / (one_norm(parameters) + 1e-6))
-    for p in parameters:
-        if coefficient != 1.0:
-            p.grad.mul_(coefficient)
+    law_one.clip(parameters, clip)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(index, STEPS, OPTIM)
     optimizer.step()

@@ -16,8 +16,6 @@ from transformers import (
     GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
     PreTrainedModel,
 )
 
@@ -152,12 +150,6 @@ def test_a_head_that_is_no_linear_layer_is_refused() -> None:
     model.lm_head = nn.Sequential(model.lm_head)
     with pytest.raises(UserError, match=r"LlamaForCausalLM ends in Sequential"):
         check_head(model)
-
-
-def test_a_router_loss_is_refused() -> None:
-    config = MixtralConfig(**SIZES, num_local_experts=2, output_router_logits=True)
-    with pytest.raises(UserError, match=r"output_router_logits=true"):
-        check_head(MixtralForCausalLM(config))
 
 
 def test_probe_leaves_no_trace() -> None:

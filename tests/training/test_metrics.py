@@ -1,8 +1,8 @@
 """metrics.jsonl survives kills and resumes; TensorBoard gets the same numbers."""
 
-import builtins
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.errors import UserError
-from headrace.training.metrics import Metrics, read_metrics
+from headrace.training.config import Report
+from headrace.training.metrics import Metrics, check_reports, read_metrics
 
 
 def steps(path: Path) -> list[int]:
@@ -90,15 +91,20 @@ def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 0.5), (2, 1.0), (3, 9.0)]
 
 
-def test_missing_tensorboard_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = builtins.__import__
-
-    def without(name: str, *args: Any, **kwargs: Any) -> Any:
-        if "tensorboard" in name:
-            raise ImportError(name)
-        return original(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(UserError, match=r"pip install headrace\[tensorboard\]"):
-        Metrics(tmp_path / "run", 0, ["tensorboard"])
+@pytest.mark.parametrize("report", ["tensorboard", "wandb"])
+def test_a_missing_package_is_named_before_anything_is_written(
+    report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, report, None)  # Python's own sign for "cannot be imported"
+    with pytest.raises(UserError, match=rf"report: \[{report}\] .* pip install headrace\[{report}\]"):
+        Metrics(tmp_path / "run", 0, [report])
     assert not (tmp_path / "run").exists()
+
+
+def test_a_report_that_is_not_there_is_refused_before_the_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    check_reports(["tensorboard"])
+    with pytest.raises(UserError, match="wandb"):
+        check_reports(["tensorboard", "wandb"])

@@ -211,3 +211,19 @@ def test_record_leaves_out_what_does_not_apply() -> None:
     assert record["skipped"] == 0
     assert not {"number", "eval_loss", "offender"} & record.keys()
     assert replace(STEP, eval_loss=0.0).record()["eval_loss"] == 0.0
+
+
+def test_the_first_line_says_what_numbers_of_threads_come_from():
+    metrics = Path("metrics.jsonl")
+    both = {"compute": 4, "update": 4}
+    assert (
+        fresh(both, metrics, {"compute": "affinity", "update": "affinity"})
+        == "fresh run · 4 compute + 4 update threads (affinity) · metrics.jsonl"
+    )
+    assert (
+        fresh({"compute": 1, "update": 4}, metrics, {"compute": "OMP_NUM_THREADS=1", "update": "affinity"})
+        == "fresh run · 1 compute (OMP_NUM_THREADS=1) + 4 update (affinity) threads · metrics.jsonl"
+    )
+    assert "· 4 compute + 4 update (affinity) threads ·" in fresh(both, metrics, {"update": "affinity"})
+    line = resumed(2, Path("c-2"), both, metrics, {"compute": "as at its start", "update": "as at its start"})
+    assert "· 4 compute + 4 update threads (as at its start) ·" in line

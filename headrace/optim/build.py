@@ -1,0 +1,68 @@
+"""Builds what an optimizer owns: buckets, host buffers, lanes and the engine that runs them."""
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+
+from torch import Tensor
+
+from headrace.config import parse_size
+from headrace.lanes.lanes import Lanes
+from headrace.ledger import Ledger
+from headrace.memory.budget import Budget
+from headrace.memory.pool import HostPool
+from headrace.optim.checks import device_of
+from headrace.optim.engine import Engine
+from headrace.optim.layout import Parameter, cut
+from headrace.optim.policies.base import Policy
+from headrace.optim.store import NAMES, HostStore
+from headrace.optim.weights import WorkingWeights
+
+
+def build_engine(
+    named: Mapping[str, Tensor],
+    groups: Mapping[str, int],
+    policy: Policy,
+    ledger: Ledger,
+    resources: ExitStack,
+    *,
+    host: int | str | None,
+    bucket: int,
+    workers: int,
+    micro_batches: int,
+    summed: bool,
+) -> Engine:
+    """An engine with its buffers and threads, whose ends are entered into ``resources``.
+
+    Args:
+        named: the trained parameters.
+        groups: the param group of each name.
+        policy: emits the actions.
+        ledger: account to book in.
+        host: budget of host memory; None for no limit.
+        bucket: elements of the largest bucket.
+        workers: threads of the update.
+        micro_batches: backward passes of a step.
+        summed: whether their gradients are summed on the host.
+
+    Raises:
+        UserError: a budget too small.
+    """
+    parameters = [Parameter(name, p.numel(), groups[name], NAMES[p.dtype]) for name, p in named.items()]
+    device = device_of(named)
+    on_cpu = device.type == "cpu"
+    limit = None if host is None else parse_size(host)
+    on_host = Budget("ram" if on_cpu else "host", limit, ledger, "memory.host")
+    on_device = on_host if on_cpu else Budget("device", None, ledger, "memory.device")
+    store = HostStore(
+        cut(parameters, capacity=bucket),
+        policy.tables,
+        HostPool(on_host, pin=device.type == "cuda"),
+        capacity=bucket,
+        summed=summed,
+        landing=not on_cpu,
+        workers=workers,
+    )
+    resources.callback(store.close)
+    lanes = Lanes(device, ledger, workers)
+    resources.callback(lanes.close)
+    return Engine(WorkingWeights(named), store, policy, lanes, on_device, micro_batches)
