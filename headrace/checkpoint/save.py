@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from headrace.checkpoint.restore import has_all_bytes, open_checkpoint
 from headrace.checkpoint.space import free_bytes, readable
 from headrace.errors import RunStopped
 from headrace.memory.durable import DISK_FULL, sync_directory
-from headrace.memory.tensorfile import Entry, write_tensors
+from headrace.memory.tensorfile import Entry, FileRecord, sha256_of, write_tensors
 
 
 def save_checkpoint(
@@ -30,6 +30,7 @@ def save_checkpoint(
     *,
     environment: Environment,
     keep: int,
+    beside: Callable[[Path], None] | None = None,
 ) -> Path:
     """Write ``run/checkpoint-STEP`` durably, then remove older complete ones beyond ``keep``.
 
@@ -41,6 +42,8 @@ def save_checkpoint(
         state: everything else, plain JSON data with text keys; comes back as it went.
         environment: what a bit-equal continuation needs.
         keep: complete checkpoints that stay, this one included.
+        beside: writes and syncs further files, under other names than those of tables, into the directory
+            given.
 
     A complete checkpoint of the same step stands, for a step of a run has one state; a damaged one is set
     aside. Later steps must have been left behind (:func:`headrace.checkpoint.restore.leave_behind`).
@@ -53,9 +56,20 @@ def save_checkpoint(
         with _written_aside(run, step) as aside:
             files = [write_tensors(aside / f"{table}.safetensors", rows) for table, rows in tables.items()]
             files.append(write_durably(aside / "state.json", json.dumps(state)))
+            if beside is not None:
+                beside(aside)
+                files += _others(aside, files)
             Manifest(step, tuple(files), environment).write(aside)
     _remove_older(run, step, keep)
     return final
+
+
+def _others(directory: Path, known: Sequence[FileRecord]) -> list[FileRecord]:
+    """Records of the files that are not known yet."""
+    paths = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*") if path.is_file()}
+    for record in known:
+        del paths[record.name]
+    return [FileRecord(name, path.stat().st_size, sha256_of(path)) for name, path in sorted(paths.items())]
 
 
 def _stands(path: Path) -> bool:
@@ -88,10 +102,10 @@ def _written_aside(run: Path, step: int) -> Iterator[Path]:
 
 
 def _disk_full(run: Path, step: int, error: OSError) -> RunStopped:
-    intact = ", ".join(path.name for path in list_checkpoints(run).values()) or "no earlier checkpoint"
+    intact = ", ".join(path.name for path in list_checkpoints(run).values())
     return RunStopped(
         f"checkpoint-{step} could not be written to {run} ({error.strerror}, {readable(free_bytes(run))} "
-        f"free): {intact} stands as before, make room and go on"
+        f"free): {f'{intact} stands as before' if intact else 'there is no earlier one'}, make room and go on"
     )
 
 

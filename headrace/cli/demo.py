@@ -2,9 +2,7 @@
 
 import importlib.metadata
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
 import time

@@ -27,5 +27,5 @@ def recompute_layers(model: nn.Module, contexts: Contexts | None = None) -> None
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable(options)  # type: ignore[operator]
     if hasattr(model, "disable_input_require_grads"):
-        # The reentrant kind needs gradients at its inputs. This one would only run backward where nothing trains.
+        # The reentrant kind needs gradients at its inputs. This one would run backward where nothing trains.
         model.disable_input_require_grads()  # type: ignore[operator]

@@ -16,6 +16,7 @@ from headrace.planner.workload import ELEMENT
 from headrace.run.base import check_base
 from headrace.run.directory import RunDirectory
 from headrace.run.file import RunFile, validate
+from headrace.run.weights import refuse_export
 
 MASTER = "master"
 """The table of fp32 weights in a checkpoint."""
@@ -65,6 +66,7 @@ def export(
 
 
 def _write(plan: RunFile, out: str | Path, checkpoint: Checkpoint, dtype: torch.dtype, merged: bool) -> int:
+    refuse_export(checkpoint)
     loaded, lora = load_model(plan.model.path, dtype), plan.model.lora
     model = loaded.model
     check_base(checkpoint, plan, model, accept=False)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from headrace.checkpoint.config import WITHOUT_STATES
 from headrace.config import format_size
 from headrace.data.estimate import estimate
 from headrace.errors import UserError
@@ -86,6 +87,8 @@ class Plan:
                 yield f"! {KNOBS[tier]}={format_size(asked)} is more than {self.machine.name} has free"
         if self.run.model.lora is not None and not find_source(self.run.model.path).has_weights:
             yield f"! {self.run.model.path} has no weights, which model.lora needs: fetch them first"
+        if not self.run.checkpoint.states:
+            yield f"! {WITHOUT_STATES}"
 
     def _title(self) -> str:
         run, count = self.run, self.shape.numel

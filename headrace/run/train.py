@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from headrace.checkpoint.changes import refuse_changes
+from headrace.checkpoint.config import WITHOUT_STATES
 from headrace.checkpoint.directory import clean_leftovers
 from headrace.checkpoint.lock import RunLock
 from headrace.checkpoint.manifest import Environment
@@ -26,8 +27,6 @@ from headrace.ledger import Ledger
 from headrace.machine.cores import auto_threads
 from headrace.memory.durable import replace_text
 from headrace.memory.process import peak_resident_bytes
-from headrace.models.adapter import save_adapter
-from headrace.models.save import model_entries, save_model
 from headrace.optim.offloaded import SkippedStep
 from headrace.planner.memory import STATE
 from headrace.run.base import base_of, check_base
@@ -37,6 +36,7 @@ from headrace.run.file import RunFile, read_run_file, to_tree, validate
 from headrace.run.interrupt import Interruption
 from headrace.run.ownership import check_model, check_out, record_model
 from headrace.run.plan import Plan, adopt, plan
+from headrace.run.weights import refuse_weights_only, save_trained, weights_only, weights_writer
 from headrace.training.closing import Outcome, closing
 from headrace.training.metrics import Metrics, check_reports
 from headrace.training.progress import Progress, StepReport, finished, fresh, resumed
@@ -75,7 +75,7 @@ def train(source: str | Path | RunFile, overrides: Sequence[str] = ()) -> Path:
     asked = source if isinstance(source, RunFile) else read_run_file(source, overrides)
     directory = RunDirectory(asked.out)
     check_out(directory, asked.model.path)
-    with RunLock(directory.path), _plain_warnings():
+    with _plain_warnings(), RunLock(directory.path):
         clean_leftovers(directory.path)
         try:
             return _run(_open(asked, directory))
@@ -125,13 +125,16 @@ def _is_finished(session: _Session) -> bool:
 
 
 def _work(session: _Session) -> Path:
+    refuse_weights_only(session.start)
     verdict = session.plan.verdict
     if not verdict.fits:
         raise UserError(str(verdict))
     check_model(session.directory)
     check_reports(session.run.report)
-    check_space(session.directory.path, STATE * session.plan.shape.trained_numel, session.run.checkpoint.keep)
+    check_space(session.directory.path, _checkpoint_bytes(session), session.run.checkpoint.keep)
     print(_first_line(session), flush=True)
+    if not session.run.checkpoint.states:
+        print(f"! {WITHOUT_STATES}", flush=True)
     job = build(session.plan, session.directory)
     for line in job.data.lines():
         print(line, flush=True)
@@ -139,6 +142,14 @@ def _work(session: _Session) -> Path:
     replace_text(session.directory.plan, session.plan.yaml())
     outcome = _train(session, job)
     return _finish(session, job, outcome)
+
+
+def _checkpoint_bytes(session: _Session) -> int:
+    shape = session.plan.shape
+    if session.run.checkpoint.states:
+        return STATE * shape.trained_numel
+    lora = session.run.model.lora
+    return session.plan.work.element * (shape.numel if lora is None else shape.trained_numel)
 
 
 def _first_line(session: _Session) -> str:
@@ -211,7 +222,9 @@ def _train(session: _Session, job: Job) -> Outcome:
             if interruption.asked or _is_due(session.run, report, job.steps):
                 _save(session, job, report.number)
             if interruption.asked and report.number < job.steps:
-                progress.say(f"stopped after step {report.number}: the same command goes on from there")
+                goes_on = "the same command goes on from there"
+                left = goes_on if session.run.checkpoint.states else "its weights are saved, it cannot go on"
+                progress.say(f"stopped after step {report.number}: {left}")
                 raise KeyboardInterrupt
     return Outcome(job.steps, time.monotonic() - begin, first, last, evaluated, job.loop.skipped)
 
@@ -232,9 +245,13 @@ def _save(session: _Session, job: Job, step: int) -> None:
         "rng": capture_rng(),
         "ledger": job.optimizer.ledger.to_json(),
     }
-    tables = state_entries(job.optimizer)
+    tables, beside = state_entries(job.optimizer), None
+    if not session.run.checkpoint.states:
+        tables, state, beside = {}, weights_only(state), weights_writer(job, session.run)
     keep, environment = session.run.checkpoint.keep, session.environment
-    save_checkpoint(session.directory.path, step, tables, state, environment=environment, keep=keep)
+    save_checkpoint(
+        session.directory.path, step, tables, state, environment=environment, keep=keep, beside=beside
+    )
     replace_text(session.directory.trace, trace.dump(job.optimizer.lanes.trace.last_steps()))
 
 
@@ -247,7 +264,8 @@ def _finish(session: _Session, job: Job, outcome: Outcome) -> Path:
     ledger = job.optimizer.ledger
     target = session.directory.model
     job.optimizer.close()
-    count = _save_trained(session, job)
+    replacing = partial(record_model, session.directory)
+    count = save_trained(target, job, session.run, overwrite=True, before_replacing=replacing)
     _measure_process(ledger, session.plan)
     predicted = session.plan.predict_on(job.data.train.rows, job.steps)
     both = {"predicted": predicted.to_json(), "measured": ledger.to_json()}
@@ -259,19 +277,6 @@ def _finish(session: _Session, job: Job, outcome: Outcome) -> Path:
     if session.run.model.lora is not None:
         print(f"Merge  headrace export {session.directory.path} OUT --merge")
     return target
-
-
-def _save_trained(session: _Session, job: Job) -> int:
-    """Write what was trained, the model or its adapters; returns how many tensors."""
-    target, model, tokenizer = session.directory.model, job.model, job.loaded.tokenizer
-    settings: dict[str, Any] = {
-        "overwrite": True,
-        "before_replacing": partial(record_model, session.directory),
-    }
-    if session.run.model.lora is not None:
-        return save_adapter(target, model, tokenizer, **settings)
-    entries = model_entries(model)
-    return save_model(target, entries, model.config, tokenizer, model.generation_config, **settings)
 
 
 def _measure_process(ledger: Ledger, plan: Plan) -> None:

@@ -90,8 +90,7 @@ class Loop:
         cure = "lower optim.lr, look at the model's weights and the data, and start again in another out"
         if self.skipped >= self._steps:
             raise RunStopped(
-                f"every step was skipped, the last for a gradient that is not finite in "
-                f"{self._optimizer.norm.offender or 'the model'}, so nothing was trained: {cure}"
+                f"every step was skipped for a gradient that is not finite, so nothing was trained: {cure}"
             )
         if self.skipped_in_a_row and (name := not_finite(self._model)):
             raise RunStopped(f"the last step was skipped and {name} is not finite: {cure}")

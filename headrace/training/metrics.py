@@ -54,14 +54,14 @@ class Metrics:
     ) -> None:
         check_reports(report)
         self.path = directory / FILE
+        directory.mkdir(parents=True, exist_ok=True)
+        if self.path.exists():
+            os.truncate(self.path, _bytes_up_to(self.path, step))
         self._boards: list[_TensorBoard | WeightsAndBiases] = []
         if "tensorboard" in report:
             self._boards.append(_TensorBoard(directory / "tensorboard", step))
         if "wandb" in report:
-            self._boards.append(WeightsAndBiases(directory, step, settings or {}))
-        directory.mkdir(parents=True, exist_ok=True)
-        if self.path.exists():
-            os.truncate(self.path, _bytes_up_to(self.path, step))
+            self._boards.append(WeightsAndBiases(directory, step, settings or {}, self._numbers()))
         self._file = self.path.open("ab")
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -73,6 +73,11 @@ class Metrics:
         self._file.flush()
         for board in self._boards:
             board.write(dict(_scalars(kept)))
+
+    def _numbers(self) -> Iterator[dict[str, float]]:
+        """What the file holds, as reports get it."""
+        if self.path.exists():
+            yield from (dict(_scalars(record)) for record, _ in _records(self.path))
 
     def close(self) -> None:
         """Close the file and the reports."""

@@ -3,9 +3,10 @@
 import os
 import queue
 import threading
+import time
 import uuid
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,11 +15,15 @@ from headrace.memory.durable import replace_text
 PROJECT = "headrace"
 """Project of runs for which WANDB_PROJECT names none."""
 
+Scalars = Mapping[str, float]
+"""A step's numbers by name, ``step`` among them."""
+
 Mode = Literal["offline"] | None
 """None leaves it to WANDB_MODE and W&B's own default, which is online."""
 
 _INIT_SECONDS = 20  # after which a run that finds no server is kept on the disk
 _FINISH_SECONDS = 60  # after which the rest stays on the disk
+_SENT_SECONDS = 60  # after which a step that W&B took is with it: it writes and sends every 15 seconds
 
 
 class WeightsAndBiases:
@@ -27,24 +32,31 @@ class WeightsAndBiases:
     Without a key, or where no server answers, W&B keeps the run there for ``wandb sync``. WANDB_MODE,
     WANDB_PROJECT and W&B's other variables are followed. The charts' x axis is the optimizer's step: W&B
     cannot take back what a killed session sent after its checkpoint, so these steps come twice, with the
-    same values.
+    same values; so do the last ones before it, of which a kill leaves open whether they were sent.
 
     Args:
         directory: the run directory.
         step: steps of the checkpoint that the run goes on from; 0 begins another run of W&B.
         settings: shown as the run's config.
+        earlier: the numbers of the steps that the run goes on from.
     """
 
-    def __init__(self, directory: Path, step: int, settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self, directory: Path, step: int, settings: Mapping[str, Any], earlier: Iterable[Scalars] = ()
+    ) -> None:
         self._directory = directory
         self._settings = dict(settings)
         self._id = _run_id(directory / "wandb" / "run-id", step)
-        self._records: queue.SimpleQueue[Mapping[str, float] | None] = queue.SimpleQueue()
+        self._sent = _Sent(directory / "wandb" / "sent", step)
+        self._records: queue.SimpleQueue[Scalars | None] = queue.SimpleQueue()
+        for scalars in earlier:
+            if scalars["step"] > self._sent.step:
+                self._records.put(scalars)
         self._notices: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="headrace-wandb", daemon=True)
         self._thread.start()
 
-    def write(self, scalars: Mapping[str, float]) -> None:
+    def write(self, scalars: Scalars) -> None:
         """Hand over a step's numbers; returns at once."""
         if self._thread.is_alive():
             self._records.put(scalars)
@@ -71,7 +83,9 @@ class WeightsAndBiases:
             run = self._open()
             while (scalars := self._records.get()) is not None:
                 run.log(dict(scalars))
+                self._sent.took(int(scalars["step"]))
             run.finish()
+            self._sent.has_all()
         except Exception as error:  # whatever it is, the run is worth more than its report
             self._notices.put(f"failed ({_first_line(error)}); what it has: {self._sync('*run-*')}")
 
@@ -114,6 +128,34 @@ class WeightsAndBiases:
                 finish_timeout_raises=True,
             ),
         )
+
+
+class _Sent:
+    """The last step that W&B has for certain, in a file: what it took shortly before a kill may be lost."""
+
+    def __init__(self, file: Path, start: int) -> None:
+        self._file = file
+        self._last = start
+        self._waiting: tuple[float, int] | None = None  # when a step was taken, and which
+        known = int(file.read_text(encoding="utf-8")) if start and file.exists() else 0
+        self._note(min(start, known))
+
+    def took(self, step: int) -> None:
+        """W&B took a step: it will be on the disk, or sent, a while later."""
+        now, self._last = time.monotonic(), step
+        if self._waiting is None:
+            self._waiting = now, step
+        elif now - self._waiting[0] > _SENT_SECONDS:
+            self._note(self._waiting[1])
+            self._waiting = now, step
+
+    def has_all(self) -> None:
+        """W&B has ended the run's session, and so has all that it took."""
+        self._note(self._last)
+
+    def _note(self, step: int) -> None:
+        self.step = step
+        replace_text(self._file, str(step))
 
 
 def _run_id(file: Path, step: int) -> str:

@@ -1,3 +1,5 @@
+import mmap
+
 import pytest
 import torch
 
@@ -59,3 +61,11 @@ def test_empty_buffers():
     pool, _ = make(10)
     pool.give_back(pool.take(0, torch.float32, "states", "nothing"))
     assert pool.budget.held == 0
+
+
+def test_a_kernel_without_huge_pages_gives_small_ones(monkeypatch):
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 12345, raising=False)  # which no kernel knows
+    pool, _ = make(2**20)
+    buffer = pool.take(1000, torch.float32, "states", "a table")
+    assert buffer.tolist() == [0.0] * 1000
+    pool.give_back(buffer)

@@ -53,14 +53,14 @@ BROKEN = {
     "deep": b"[" * 10_000,
     "number": b"9" * 5000,
 }
+FILES = (
+    *("config.json", "generation_config.json", "model.safetensors", INDEX),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+)
 
 
 @pytest.mark.parametrize("content", BROKEN)
-@pytest.mark.parametrize(
-    "name",
-    ["config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]
-    + ["generation_config.json", INDEX, "model.safetensors"],
-)
+@pytest.mark.parametrize("name", FILES)
 def test_a_broken_file_is_named(whole, name, content):
     (whole / name).write_bytes(BROKEN[content])
     assert str(whole / name) in refusal(load_model, whole)

@@ -1,4 +1,4 @@
-"""A run on a system without POSIX's file calls, locks, affinities and mappings; runs in a process of its own."""
+"""A run on a system without POSIX's file calls, locks, affinities and mappings, in a process of its own."""
 
 import importlib
 import mmap

@@ -5,6 +5,7 @@ W&B reads its environment once in a process: every session here has a process of
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -21,7 +22,7 @@ pytest.importorskip("wandb")
 import wandb_log
 
 SESSION = """
-import json, sys, warnings
+import os, signal, sys, warnings
 from pathlib import Path
 from headrace.training import weights_and_biases
 from headrace.training.metrics import Metrics
@@ -34,16 +35,23 @@ with Metrics(Path(directory), done, ["wandb"], {"optim": {"lr": 1e-5}}) as metri
         held = {"ram": 7 * step}
         norm = float("inf") if step == 2 else 0.5
         metrics.write({"step": step, "loss": 1 / step, "norm": norm, "held": held, "offender": "layers.0"})
-    print("written while W&B was still at it:", metrics._boards[0]._thread.is_alive())
+    print("written while W&B was still at it:", metrics._boards[0]._thread.is_alive(), flush=True)
+    if not seconds:
+        os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
 def session(directory: Path, done: int, first: int, last: int, seconds: int = 20, **environment: str) -> str:
-    """Write steps from ``first`` to ``last`` and return what was printed, warnings included."""
+    """Write steps from ``first`` to ``last`` and return what was printed, warnings included.
+
+    W&B gets so many ``seconds`` for its start and its end; with 0 the process is killed after the last step.
+    """
     own = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}
     own |= {"HOME": str(directory.parent), "NETRC": str(directory.parent / "none"), **environment}
     command = [sys.executable, "-c", SESSION, str(directory), *map(str, (done, first, last, seconds))]
-    return subprocess.run(command, env=own, check=True, capture_output=True, text=True, timeout=120).stdout
+    done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=120)
+    assert done.returncode == (0 if seconds else -signal.SIGKILL), done.stderr
+    return done.stdout
 
 
 def logs(directory: Path) -> list[Path]:
@@ -71,6 +79,25 @@ def test_all_sessions_are_one_run_with_the_numbers_of_the_metrics(tmp_path: Path
     assert "norm" not in first[1] and len(first) == 4
     assert wandb_log.run_ids(before) == wandb_log.run_ids(after)
     assert wandb_log.settings(before) == {"optim": {"lr": 1e-5}}
+
+
+def test_what_a_kill_may_have_lost_is_sent_again(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    session(directory, 0, 1, 2, WANDB_MODE="offline")
+    session(directory, 2, 3, 6, seconds=0, WANDB_MODE="offline")
+    session(directory, 5, 6, 7, WANDB_MODE="offline")
+    kept = scalars(directory)
+    assert [row["step"] for row in kept] == [1, 2, 3, 4, 5, 6, 7]
+    assert wandb_log.history(logs(directory)[0]) == kept[:2]
+    assert wandb_log.history(logs(directory)[-1]) == kept[2:], "1 and 2 were there for certain"
+
+
+def test_a_new_run_forgets_what_an_older_one_had_sent(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    session(directory, 0, 1, 4, WANDB_MODE="offline")
+    session(directory, 0, 1, 3, seconds=0, WANDB_MODE="offline")
+    session(directory, 2, 3, 3, WANDB_MODE="offline")
+    assert wandb_log.history(logs(directory)[-1]) == scalars(directory)
 
 
 def test_a_run_from_the_start_is_another_one(tmp_path: Path) -> None:

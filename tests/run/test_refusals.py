@@ -9,6 +9,7 @@ import sys
 import evidence
 import pytest
 
+from headrace.cli.demo import MARK, _empty
 from headrace.cli.main import main
 from headrace.run.train import train
 
@@ -252,3 +253,10 @@ def test_a_demo_deletes_only_what_a_demo_made(refuse, tmp_path, made):
         "--model",
         "x",
     )
+
+
+def test_a_demo_empties_an_earlier_one(tmp_path):
+    home = _empty(tmp_path / "new" / "home")
+    (home / "word" / "model").mkdir(parents=True)
+    (home / "word.yaml").touch()
+    assert [path.name for path in _empty(home).iterdir()] == [MARK]
