@@ -19,7 +19,7 @@ def press_in(moments):
         "load": (build, "load_model"),
         "backward": (torch.Tensor, "backward"),
         "save": (save, "write_tensors"),
-        "closing": (train, "save_model"),
+        "closing": (train, "save_trained"),
     }
     for phase in {phase for phase, _ in moments}:
         _press(*phases[phase], {occurrence for of, occurrence in moments if of == phase})
