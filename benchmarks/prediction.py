@@ -107,7 +107,7 @@ def write_run(home: Path, settings: tuple, steps: int) -> Path:
 
 
 def save_config(home: Path, config: dict) -> Path:
-    """A directory with this configuration and SmolLM2's tokenizer."""
+    """This configuration in a directory with SmolLM2's tokenizer; the weights are drawn at random."""
     from headrace.models.load import load_tokenizer
 
     directory = home / "model"
@@ -116,7 +116,7 @@ def save_config(home: Path, config: dict) -> Path:
     tokenizer = load_tokenizer(SMOLLM2)
     assert tokenizer is not None
     tokenizer.save_pretrained(directory)
-    return directory
+    return directory / "config.json"
 
 
 def is_refused(run: Path) -> bool:
