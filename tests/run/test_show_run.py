@@ -99,7 +99,7 @@ def test_the_command_prints_draws_and_writes(finished, processes, tmp_path):
     code, printed, errors = cli_process.execute(processes, tmp_path / "printed", arguments)
     assert (code, errors) == (0, "")
     assert printed.splitlines()[0].startswith(f"{finished}: ")
-    assert re.search(r"^ram peak +[\d.]+ MiB +[\d.]+ ", printed, re.MULTILINE)
+    assert re.search(r"^ram peak +[\d.]+ [MG]iB +[\d.]+ ", printed, re.MULTILINE)
     assert printed.endswith(f"Drawn  {picture}\nTrace  {trace}: open it at https://ui.perfetto.dev\n")
     assert picture.read_bytes().startswith(b"\x89PNG") and json.loads(trace.read_text("utf-8"))
 
