@@ -3,17 +3,16 @@
 Each is called once per worker, on one OpenMP thread, with the worker's own static range.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
-from torch.optim.adamw import adamw as functional_adamw
 
 from headrace.optim.layout import ALIGN, BLOCK, Bucket, Segment
+from headrace.optim.loops import LOOPS
 
-CHUNK = 2**18
-"""Elements of a chunk: a gradient in fp32 (1 MiB) stays in the cache between the cast and the update."""
+CHUNK = 2**16
+"""Elements of a chunk: its weights, moments and fp32 gradient (1 MiB) stay in a core's cache meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,29 +68,24 @@ def adamw(
         coefficient: the factor on the gradient, 1.0 for none.
         scratch: fp32, at least ``CHUNK`` elements; belongs to the calling worker.
     """
-    for low in range(*span, CHUNK):
-        high = min(low + CHUNK, span[1])
-        segments = [s for s in bucket.within(low, high) if s.parameter in counts]
-        if not segments:
-            continue
-        gradient = _scaled(tensors.gradient[low:high], coefficient, scratch[: high - low])
-        _fused_adamw(
-            _views(tensors.master, segments),
-            [gradient[s.offset - low : s.end - low] for s in segments],
-            _views(tensors.exp_avg, segments),
-            _views(tensors.exp_avg_sq, segments),
-            [counts[s.parameter] for s in segments],
-            hyper,
-        )
-        tensors.weight[low:high].copy_(tensors.master[low:high])
-
-
-def _scaled(gradient: Tensor, coefficient: float, scratch: Tensor) -> Tensor:
-    """The gradient in fp32 times the coefficient; the product of 16-bit numbers must be taken in fp32."""
-    if gradient.dtype == torch.float32:
-        return gradient if coefficient == 1.0 else torch.mul(gradient, coefficient, out=scratch)
-    scratch.copy_(gradient)
-    return scratch if coefficient == 1.0 else scratch.mul_(coefficient)
+    segments = [s for s in bucket.within(*span) if s.parameter in counts]
+    LOOPS.update(
+        tensors.master,
+        tensors.exp_avg,
+        tensors.exp_avg_sq,
+        tensors.gradient,
+        tensors.weight,
+        [s.offset for s in segments],
+        [s.end for s in segments],
+        [counts[s.parameter] for s in segments],
+        coefficient,
+        scratch,
+        hyper.lr,
+        hyper.beta1,
+        hyper.beta2,
+        hyper.weight_decay,
+        hyper.eps,
+    )
 
 
 def block_sums(gradient: Tensor, blocks: Sequence[Segment], scratch: Tensor) -> list[float]:
@@ -100,11 +94,7 @@ def block_sums(gradient: Tensor, blocks: Sequence[Segment], scratch: Tensor) -> 
     Args:
         scratch: fp64, at least ``BLOCK`` elements; belongs to the calling worker.
     """
-    sums = []
-    for block in blocks:
-        values = scratch[: block.numel].copy_(gradient[block.offset : block.end])
-        sums.append(float(torch.dot(values, values)))
-    return sums
+    return LOOPS.squares(gradient, [b.offset for b in blocks], [b.end for b in blocks], scratch)
 
 
 def blocks_of(segment: Segment) -> list[Segment]:
@@ -112,65 +102,3 @@ def blocks_of(segment: Segment) -> list[Segment]:
     ends = range(segment.offset, segment.end, BLOCK)
     parts = (segment.clipped(low, low + BLOCK) for low in ends)
     return [part for part in parts if part]
-
-
-def _views(flat: Tensor, segments: Sequence[Segment]) -> list[Tensor]:
-    return [flat[s.offset : s.end] for s in segments]
-
-
-Fused = Callable[[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor], Hyper], None]
-
-
-def _fused_private(
-    params: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    counts: list[Tensor],
-    hyper: Hyper,
-) -> None:
-    torch._fused_adamw_(
-        params,
-        grads,
-        exp_avgs,
-        exp_avg_sqs,
-        [],
-        counts,
-        lr=hyper.lr,
-        beta1=hyper.beta1,
-        beta2=hyper.beta2,
-        weight_decay=hyper.weight_decay,
-        eps=hyper.eps,
-        amsgrad=False,
-        maximize=False,
-    )
-
-
-def _fused_public(
-    params: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    counts: list[Tensor],
-    hyper: Hyper,
-) -> None:
-    functional_adamw(
-        params,
-        grads,
-        exp_avgs,
-        exp_avg_sqs,
-        [],
-        [count - 1 for count in counts],  # the public function counts the update itself
-        fused=True,
-        lr=hyper.lr,
-        beta1=hyper.beta1,
-        beta2=hyper.beta2,
-        weight_decay=hyper.weight_decay,
-        eps=hyper.eps,
-        amsgrad=False,
-        maximize=False,
-    )
-
-
-# The private function has a tenth of the public one's overhead, which matters on cache-sized chunks.
-_fused_adamw: Fused = _fused_private if hasattr(torch, "_fused_adamw_") else _fused_public

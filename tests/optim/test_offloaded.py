@@ -384,6 +384,6 @@ def test_host_bytes_are_exact():
     peaks = optimizer.ledger.peaks["ram"]
     assert peaks["states"] == 12 * padded
     assert peaks["gradients"] == 4 * padded
-    assert peaks["buffers"] == 2 * padded * 2 + 2 * (2**18 * 4 + 2**16 * 8)
+    assert peaks["buffers"] == 2 * padded * 2 + 2 * (2**16 * 4 + 2**16 * 8)
     optimizer.close()
     assert optimizer.host.held == 0
