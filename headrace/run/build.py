@@ -10,6 +10,7 @@ from headrace.data.prepare import Prepared, prepare
 from headrace.errors import UserError
 from headrace.memory.tensorfile import Entry
 from headrace.models.attention import check_packable
+from headrace.models.compiled import compile_layers
 from headrace.models.load import LoadedModel, load_model
 from headrace.models.lora import add_adapters, check_trainable
 from headrace.models.recompute import recompute_layers
@@ -58,7 +59,10 @@ def build(plan: Plan, directory: RunDirectory, on_tokenised: Callable[[int, int]
     meters = Meters(loaded.model)
     loaded.model.train()
     if run.memory.activations == "recompute":
-        recompute_layers(loaded.model, meters.activations.contexts)
+        # Watching a recomputation would change what is compiled.
+        recompute_layers(loaded.model, None if run.train.compile else meters.activations.contexts)
+    if run.train.compile:
+        compile_layers(loaded.model)
     _hold_weights(loaded.model, optimizer)
     steps = run.train.total_steps(data.train.steps_per_epoch)
     loop = Loop(

@@ -87,6 +87,11 @@ class Plan:
                 yield f"! {KNOBS[tier]}={format_size(asked)} is more than {self.machine.name} has free"
         if self.run.model.lora is not None and not find_source(self.run.model.path).has_weights:
             yield f"! {self.run.model.path} has no weights, which model.lora needs: fetch them first"
+        if self.run.train.compile:
+            yield (
+                "! train.compile=true: the memory of compiling is not predicted, and activations are those of "
+                "uncompiled layers, which keep more"
+            )
         if not self.run.checkpoint.states:
             yield f"! {WITHOUT_STATES}"
 

@@ -35,6 +35,12 @@ class TrainConfig(Config):
         512, description="tokens whose logits exist at a time: fewer need less memory, more are faster"
     )
 
+    compile: bool = Field(
+        False,
+        description="compile norms and feed-forward layers with torch.compile; needs a compiler, and "
+        "results are equal to rounding only",
+    )
+
     @model_validator(mode="before")
     @classmethod
     def _one_length(cls, values: Any) -> Any:
