@@ -27,8 +27,7 @@ def compile_layers(model: PreTrainedModel) -> int:
     parts = [part for layer in layers for part in layer.children() if _is_plain(part)]
     if not parts:
         raise UserError(
-            f"train.compile=true: {type(model).__name__} has no layers with parts that can be compiled: set it to "
-            "false"
+            f"train.compile=true: {type(model).__name__} has no layers with parts to compile: set it to false"
         )
     for part in parts:
         part.compile(dynamic=True)

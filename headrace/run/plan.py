@@ -89,8 +89,8 @@ class Plan:
             yield f"! {self.run.model.path} has no weights, which model.lora needs: fetch them first"
         if self.run.train.compile:
             yield (
-                "! train.compile=true: the memory of compiling is not predicted, and activations are those of "
-                "uncompiled layers, which keep more"
+                "! train.compile=true: the memory of compiling is not predicted, and activations are those "
+                "of uncompiled layers, which keep more"
             )
         if not self.run.checkpoint.states:
             yield f"! {WITHOUT_STATES}"
