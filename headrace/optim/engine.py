@@ -165,18 +165,19 @@ class Engine:
             after += self._staging_free(action)
         event = self.lanes.submit(action, partial(execute, self, action), after)
         self._events[step, action] = event
-        if action.kind is Kind.UP:
-            self._staging_users[self._staging(action)] = event
+        if action.kind is Kind.UP and (staging := self._staging(action)):
+            self._staging_users[staging] = event
         self._due.append((step + emission.visible, event))
         return event
 
-    def _staging(self, action: Action) -> tuple[str, int]:
+    def _staging(self, action: Action) -> tuple[str, int] | None:
         assert action.unit is not None
         return self.store.staging_of(self.store.layout.buckets[action.unit.index])
 
     def _staging_free(self, action: Action) -> list[Event]:
         """What must have ended before the staging buffer of an update may be written again."""
-        user = self._staging_users.get(self._staging(action))
+        staging = self._staging(action)
+        user = self._staging_users.get(staging) if staging else None
         return [] if user is None else [user]
 
     def _end_step(self, updated: set[int]) -> None:

@@ -6,6 +6,7 @@ Each is called once per worker, on one OpenMP thread, with the worker's own stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from headrace.optim.layout import ALIGN, BLOCK, Bucket, Segment
@@ -31,7 +32,7 @@ class BucketTensors:
     """The flat tensors of one bucket, all of ``bucket.size`` elements.
 
     ``master``, ``exp_avg`` and ``exp_avg_sq`` are fp32 and updated in place; ``gradient`` is in the training
-    dtype or fp32; ``weight`` receives the new weights in the training dtype.
+    dtype or fp32; ``weight`` receives the new weights in the training dtype, and may be ``gradient`` itself.
     """
 
     master: Tensor
@@ -69,23 +70,24 @@ def adamw(
         scratch: fp32, at least ``CHUNK`` elements; belongs to the calling worker.
     """
     segments = [s for s in bucket.within(*span) if s.parameter in counts]
-    LOOPS.update(
-        tensors.master,
-        tensors.exp_avg,
-        tensors.exp_avg_sq,
-        tensors.gradient,
-        tensors.weight,
-        [s.offset for s in segments],
-        [s.end for s in segments],
-        [counts[s.parameter] for s in segments],
-        coefficient,
-        scratch,
-        hyper.lr,
-        hyper.beta1,
-        hyper.beta2,
-        hyper.weight_decay,
-        hyper.eps,
-    )
+    with torch.inference_mode():  # views of every chunk, without autograd's accounts of them
+        LOOPS.update(
+            tensors.master,
+            tensors.exp_avg,
+            tensors.exp_avg_sq,
+            tensors.gradient,
+            tensors.weight,
+            [s.offset for s in segments],
+            [s.end for s in segments],
+            [counts[s.parameter] for s in segments],
+            coefficient,
+            scratch,
+            hyper.lr,
+            hyper.beta1,
+            hyper.beta2,
+            hyper.weight_decay,
+            hyper.eps,
+        )
 
 
 def block_sums(gradient: Tensor, blocks: Sequence[Segment], scratch: Tensor) -> list[float]:

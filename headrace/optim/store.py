@@ -10,7 +10,7 @@ from headrace.optim.kernel import CHUNK, BucketTensors
 from headrace.optim.layout import BLOCK, Bucket, Layout, padded
 
 STAGING = 2
-"""Buffers in which new weights wait for the way back: one is filled while the other leaves."""
+"""Buffers in which new weights wait for the way back where gradients are summed in another dtype."""
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """Training dtypes by their names in layouts and run files."""
@@ -63,18 +63,16 @@ class HostStore:
             ]
             for table in tables
         }
+        widened = {d: torch.float32 if summed else DTYPES[d] for d in DTYPES}
         self.gradients = [
-            self._take(
-                b.size,
-                torch.float32 if summed else DTYPES[b.dtype],
-                "gradients",
-                f"gradients of bucket {b.index}",
-            )
+            self._take(b.size, widened[b.dtype], "gradients", f"gradients of bucket {b.index}")
             for b in layout.buckets
         ]
         sizes = {d: min(capacity, padded_size(layout, d)) for d in sorted({b.dtype for b in layout.buckets})}
         self.staging = {
-            d: [self._buffer(n, DTYPES[d], "new weights") for _ in range(STAGING)] for d, n in sizes.items()
+            d: [self._buffer(n, DTYPES[d], "new weights") for _ in range(STAGING)]
+            for d, n in sizes.items()
+            if widened[d] != DTYPES[d]
         }
         self.landing = {
             d: self._buffer(n, DTYPES[d], "arriving gradients")
@@ -89,13 +87,20 @@ class HostStore:
         buffers = self.tables[table]
         return [buffers[b][s.offset : s.end] for b, s in self.layout.places(parameter)]
 
-    def staging_of(self, bucket: Bucket) -> tuple[str, int]:
-        """Which staging buffer takes the bucket's new weights: its dtype and number."""
-        return bucket.dtype, bucket.index % STAGING
+    def staging_of(self, bucket: Bucket) -> tuple[str, int] | None:
+        """Which staging buffer takes the bucket's new weights: its dtype and number; None where none does."""
+        return (bucket.dtype, bucket.index % STAGING) if bucket.dtype in self.staging else None
 
     def staged(self, bucket: Bucket) -> Tensor:
-        """The bucket's new weights while they wait for the way back, in the training dtype."""
-        dtype, number = self.staging_of(bucket)
+        """The bucket's new weights while they wait for the way back, in the training dtype.
+
+        Where gradients have that dtype too they lie in place of the gradients, which are not needed then: so
+        they take no memory, and their cache lines need not be fetched.
+        """
+        place = self.staging_of(bucket)
+        if place is None:
+            return self.gradients[bucket.index]
+        dtype, number = place
         return self.staging[dtype][number][: bucket.size]
 
     def bucket(self, bucket: Bucket) -> BucketTensors:

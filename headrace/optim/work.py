@@ -65,7 +65,7 @@ def clip(engine: "Engine", action: Action) -> int:
 
 
 def update(engine: "Engine", action: Action) -> int:
-    """AdamW over a bucket; the new weights wait in a staging buffer."""
+    """AdamW over a bucket; the new weights are staged."""
     bucket, workers = _bucket(engine, action), engine.lanes.workers
     tensors = engine.store.bucket(bucket)
     seen = engine.collector.seen(bucket.index)
@@ -81,7 +81,7 @@ def update(engine: "Engine", action: Action) -> int:
 
 
 def up(engine: "Engine", action: Action) -> int:
-    """Copy a bucket's new weights from staging into the working weights."""
+    """Copy a bucket's staged weights into the working weights."""
     bucket = _bucket(engine, action)
     staged, seen = engine.store.staged(bucket), engine.collector.seen(bucket.index)
     nbytes = 0

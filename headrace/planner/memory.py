@@ -159,10 +159,11 @@ def pool_bytes(shape: ModelShape, work: Workload, machine: Machine) -> dict[str,
     summed = work.micro_batches > 1
     bucket = min(work.bucket, shape.aligned_numel) * work.element
     landing = bucket if summed and not machine.unified else 0  # gradients land before they are summed
+    staging = work.staging * bucket if summed and work.element < 4 else 0  # else in place of the gradients
     return {
         "states": STATE * shape.aligned_numel,
         "gradients": (4 if summed else work.element) * shape.aligned_numel,
-        "buffers": work.staging * bucket + landing + work.workers * (KERNEL_SCRATCH + NORM_SCRATCH),
+        "buffers": staging + landing + work.workers * (KERNEL_SCRATCH + NORM_SCRATCH),
     }
 
 

@@ -186,6 +186,7 @@ class _Reader:
         heads, layers = self.size("num_attention_heads"), self.size("num_hidden_layers")
         hidden, head_dim = self.size("hidden_size"), self.head_dim(heads)
         self.check_unplanned()
+        self.check_epsilons()
         return ModelShape(
             family=self.family,
             model_type=self.name,
@@ -329,3 +330,10 @@ class _Reader:
                     f"{key} in config.json of the {self.name} model changes its layers in a way that cannot "
                     "be planned: choose a model without it"
                 )
+
+    def check_epsilons(self) -> None:
+        """What norms add under their root: with less than nothing the first step would not be finite."""
+        for key, found in self.config.items():
+            number = isinstance(found, int | float) and not isinstance(found, bool)
+            if key.endswith(("norm_eps", "norm_epsilon")) and not (number and 0 < found < 1):
+                raise UserError(f"{key} in config.json must be a number between 0 and 1, not {found!r}")

@@ -24,7 +24,7 @@ class Workload:
             Attention runs document by document unless each is a whole row.
         loss_chunk: tokens whose logits exist at a time.
         bucket: elements of an optimizer bucket.
-        staging: buckets of gradients and weights on their way between device and host.
+        staging: buckets of new weights on their way back, where they do not take the gradients' place.
         workers: threads of the optimizer kernel.
     """
 
