@@ -35,7 +35,7 @@ def save_checkpoint(
     """Write ``run/checkpoint-STEP`` durably, then remove older complete ones beyond ``keep``.
 
     Args:
-        run: the run directory, created if missing; held by a RunLock, and cleaned of leftovers.
+        run: the run directory, created if missing; held by a DirectoryLock, and cleaned of leftovers.
         step: optimizer steps that are done.
         tables: table name -> its tensors by parameter name in logical element order; a file each, streamed
             with no more memory than one piece.

@@ -18,6 +18,9 @@ from headrace.lanes.workers import Workers, start_thread
 from headrace.ledger import Ledger
 from headrace.schedule.action import Action
 
+POLL = 1.0
+"""Seconds between two looks at whether what is waited for will ever come."""
+
 Work = Callable[[], int]
 """The work of one action; returns the bytes that it moved."""
 
@@ -65,6 +68,9 @@ class Lanes:
         device: where compute happens; a CUDA device gives the link lanes a stream each.
         ledger: where seconds, bytes and stalls are booked.
         workers: threads of the ``cpu`` lane.
+
+    Attributes:
+        watch: called now and then while compute waits; raises when what it waits for will never come.
     """
 
     def __init__(self, device: torch.device, ledger: Ledger, workers: int) -> None:
@@ -73,6 +79,7 @@ class Lanes:
         self.trace = Trace()
         self.workers = Workers(workers)
         self.step = 0
+        self.watch: Callable[[], None] = lambda: None
         self._lanes: dict[str, _Lane] = {}
 
     def submit(self, action: Action, work: Work, after: Sequence[Event] = ()) -> Event:
@@ -90,7 +97,8 @@ class Lanes:
         """Let compute wait for an event; the time is booked as a stall on the event's lane."""
         if not event.done:
             start = time.perf_counter()
-            event._done.wait()
+            while not event._done.wait(POLL):
+                self.watch()
             self.ledger.stall(event.action.lane, time.perf_counter() - start)
         event.wait()
 
@@ -113,7 +121,7 @@ class Lanes:
         return threading.current_thread() in threads
 
     def close(self) -> None:
-        """End all threads; actions already submitted are finished first."""
+        """End all threads; actions already submitted are finished first, unless the watch gives them up."""
         for lane in self._lanes.values():
             lane.close()
         self.workers.close()
@@ -139,7 +147,12 @@ class _Lane:
 
     def close(self) -> None:
         self._inbox.put(None)
-        self.thread.join()
+        while self.thread.is_alive():
+            self.thread.join(POLL)
+            try:
+                self._lanes.watch()
+            except Exception:  # whoever waits for the action has said it
+                return
 
     def _serve(self) -> None:
         while (job := self._inbox.get()) is not None:

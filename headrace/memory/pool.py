@@ -35,7 +35,7 @@ class HostPool:
         if nbytes == 0:
             return torch.empty(0, dtype=dtype)
         self.budget.reserve(purpose, nbytes, what)
-        buffer = torch.frombuffer(_map(nbytes), dtype=dtype, count=numel)
+        buffer = torch.frombuffer(map_bytes(nbytes), dtype=dtype, count=numel)
         if self._pin:
             torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), nbytes, 0)))
         self._purposes[buffer.data_ptr()] = (purpose, nbytes)
@@ -51,7 +51,8 @@ class HostPool:
         self.budget.release(purpose, nbytes)
 
 
-def _map(nbytes: int) -> mmap.mmap:
+def map_bytes(nbytes: int) -> mmap.mmap:
+    """Zeroed memory of its own that begins on a page, in huge pages where there are any."""
     if not hasattr(mmap, "MAP_PRIVATE"):  # Windows
         return mmap.mmap(-1, nbytes)
     region = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -19,7 +19,7 @@ import torch
 
 from headrace.errors import UserError
 
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -36,7 +36,8 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+_LFS_POINTER = b"version "  # what lies in place of a large file until Git LFS has fetched it begins so
 _MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 _BLOCK = 2**18  # elements that are cast, or cross from a device, at a time: they fit into the cache
 
@@ -131,7 +132,7 @@ def _header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
         assert entry.name not in header and entry.name != "__metadata__", f"{entry.name} is named twice"
         offsets = [start, start + entry.nbytes]
         header[entry.name] = {
-            "dtype": _CODES[entry.dtype],
+            "dtype": CODES[entry.dtype],
             "shape": list(entry.shape),
             "data_offsets": offsets,
         }
@@ -144,13 +145,13 @@ def _header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
 def _piece_blocks(piece: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
     assert piece.dim() == 1 and piece.is_contiguous(), "a piece is 1-D and contiguous"
     if piece.dtype == dtype and piece.is_cpu:
-        yield _bytes_of(piece)
+        yield bytes_of(piece)
         return
     for block in piece.split(_BLOCK):
-        yield _bytes_of(block.to("cpu", dtype))
+        yield bytes_of(block.to("cpu", dtype))
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
+def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a 1-D contiguous CPU tensor; numpy lacks bfloat16, so it goes through uint8."""
     return tensor.detach().view(torch.uint8).numpy().data
 
@@ -216,12 +217,12 @@ class TensorFile:
     def _fill(self, piece: torch.Tensor, dtype: torch.dtype, position: int) -> None:
         piece = piece.detach()
         if piece.dtype == dtype and piece.is_cpu:
-            self._read_exactly(_bytes_of(piece), position)
+            self._read_exactly(bytes_of(piece), position)
             return
         scratch = torch.empty(min(_BLOCK, piece.numel()), dtype=dtype)
         for block in piece.split(_BLOCK) if piece.numel() else ():
             part = scratch[: block.numel()]
-            self._read_exactly(_bytes_of(part), position)
+            self._read_exactly(bytes_of(part), position)
             block.copy_(part)
             position += part.nbytes
 
@@ -240,7 +241,13 @@ class TensorFile:
 
     def _read_header(self) -> tuple[dict[str, TensorInfo], dict[str, str]]:
         size = os.fstat(self._file.fileno()).st_size
-        length = int.from_bytes(self._file.read(8), "little")
+        start = self._file.read(8)
+        if start == _LFS_POINTER:
+            raise UserError(
+                f"{self.path} holds no tensors, only a pointer to them of Git LFS: fetch the file with "
+                "`git lfs pull` or `hf download`"
+            )
+        length = int.from_bytes(start, "little")
         if size < 8 or length > min(size - 8, _MAX_HEADER):
             raise self._damaged(f"its {size} bytes cannot hold a header of {length}")
         try:
@@ -267,12 +274,12 @@ class TensorFile:
 
 
 def _info(record: dict[str, Any], data_start: int) -> TensorInfo:
-    if record["dtype"] not in _DTYPES:
+    if record["dtype"] not in DTYPES:
         raise ValueError(f"dtype {record['dtype']} is not supported")
     shape, (start, stop) = tuple(record["shape"]), record["data_offsets"]
     if not all(type(number) is int and number >= 0 for number in (*shape, start, stop)):
         raise ValueError(f"shape {shape} at {start}:{stop}")
-    return TensorInfo(_DTYPES[record["dtype"]], shape, data_start + start, data_start + stop)
+    return TensorInfo(DTYPES[record["dtype"]], shape, data_start + start, data_start + stop)
 
 
 def sha256_of(path: str | os.PathLike[str]) -> str:

@@ -1,6 +1,6 @@
 """Builds what an optimizer owns: buckets, host buffers, lanes and the engine that runs them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
 from torch import Tensor
@@ -9,11 +9,13 @@ from headrace.config import parse_size
 from headrace.lanes.lanes import Lanes
 from headrace.ledger import Ledger
 from headrace.memory.budget import Budget
+from headrace.memory.disk import DiskPath, DiskStore
 from headrace.memory.pool import HostPool
 from headrace.optim.checks import device_of
 from headrace.optim.engine import Engine
-from headrace.optim.layout import Parameter, cut
+from headrace.optim.layout import Layout, Parameter, cut
 from headrace.optim.policies.base import Policy
+from headrace.optim.states import DiskStates, RamStates, States
 from headrace.optim.store import NAMES, HostStore
 from headrace.optim.weights import WorkingWeights
 
@@ -26,6 +28,9 @@ def build_engine(
     resources: ExitStack,
     *,
     host: int | str | None,
+    disk: Sequence[DiskPath],
+    window: int,
+    kept: int,
     bucket: int,
     workers: int,
     micro_batches: int,
@@ -39,6 +44,9 @@ def build_engine(
         policy: emits the actions.
         ledger: account to book in.
         host: budget of host memory; None for no limit.
+        disk: paths on which the states live; none for host memory.
+        window: buckets of them in host memory at once.
+        kept: checkpoints that will hold them beside.
         bucket: elements of the largest bucket.
         workers: threads of the update.
         micro_batches: backward passes of a step.
@@ -53,10 +61,12 @@ def build_engine(
     limit = None if host is None else parse_size(host)
     on_host = Budget("ram" if on_cpu else "host", limit, ledger, "memory.host")
     on_device = on_host if on_cpu else Budget("device", None, ledger, "memory.device")
+    layout = cut(parameters, capacity=bucket)
+    pool = HostPool(on_host, pin=device.type == "cuda")
     store = HostStore(
-        cut(parameters, capacity=bucket),
-        policy.tables,
-        HostPool(on_host, pin=device.type == "cuda"),
+        layout,
+        _states(layout, policy.tables, pool, ledger, disk, window, kept),
+        pool,
         capacity=bucket,
         summed=summed,
         landing=not on_cpu,
@@ -66,3 +76,24 @@ def build_engine(
     lanes = Lanes(device, ledger, workers)
     resources.callback(lanes.close)
     return Engine(WorkingWeights(named), store, policy, lanes, on_device, micro_batches)
+
+
+def _states(
+    layout: Layout,
+    tables: Sequence[str],
+    pool: HostPool,
+    ledger: Ledger,
+    disk: Sequence[DiskPath],
+    window: int,
+    kept: int,
+) -> States:
+    if not disk:
+        return RamStates(layout, tables, pool)
+    sizes = [path.size for path in disk if path.size is not None]
+    limit = sum(sizes) if len(sizes) == len(disk) else None
+    store = DiskStore(disk, Budget("disk", limit, ledger, "memory.disk"))
+    try:
+        return DiskStates(layout, tables, pool, store, places=window, kept=kept)
+    except BaseException:
+        store.close()
+        raise

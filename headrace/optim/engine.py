@@ -1,8 +1,10 @@
 """Executes the actions that a policy emits: gradients down, norms, updates, new weights up."""
 
 from collections import deque
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import product
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -14,7 +16,9 @@ from headrace.optim.kernel import CHUNK, Hyper
 from headrace.optim.layout import Bucket
 from headrace.optim.norm import NO_NORM, Norm, NormSums
 from headrace.optim.policies.base import Emission, Executor, Policy
+from headrace.optim.states import DiskStates, Tables
 from headrace.optim.store import HostStore
+from headrace.optim.streaming import Streaming
 from headrace.optim.weights import WorkingWeights, changed_elements
 from headrace.optim.work import EXECUTORS
 from headrace.schedule.action import Action, Kind, StepShape
@@ -61,9 +65,17 @@ class Engine:
         self._events: dict[tuple[int, Action], Event] = {}
         self._due: list[tuple[int, Event]] = []
         self._staging_users: dict[tuple[str, int], Event] = {}
+        self._streaming: Streaming | None = None
+        if isinstance(store.states, DiskStates):
+            self._streaming = Streaming(store.states.window, len(store.states.disk.paths))
+            store.states.drain = WeakMethod(self.drain)
+            lanes.watch = store.states.disk.watch.check
 
     def arrive(self, parameter: int, gradient: Tensor) -> None:
         """Take a complete gradient of one micro-batch; its bucket leaves when it was the last one missing."""
+        if self._streaming and self.collector.empty:
+            for emission in self._streaming.ahead(len(self.store.layout.buckets), self.lanes.step):
+                self._emit(emission)
         arrived, complete = self.collector.arrive(parameter, gradient)
         self.device.note("gradients", arrived.nbytes)
         for microbatch, index in complete:
@@ -81,7 +93,7 @@ class Engine:
         """
         self._flush()
         self.hypers, self.limit, self.norm = hypers, limit, NO_NORM
-        for emission in self._policy.update(self._active(), self._shape):
+        for emission in self._streamed(self._policy.update(self._active(), self._shape)):
             self._emit(emission)
             if not self.norm.finite:
                 break
@@ -97,9 +109,10 @@ class Engine:
     def adopt_weights(self, parameters: Container[int] | None = None) -> None:
         """Fill the master weights, of all or of some parameters, from the working weights."""
         chosen = range(len(self.weights.flat)) if parameters is None else parameters
-        for bucket, master in zip(self.store.layout.buckets, self.store.tables["master"], strict=True):
+        for bucket, tables in self._visit(chosen, write=True):
             for s in (s for s in bucket.segments if s.parameter in chosen):
-                master[s.offset : s.end].copy_(self.weights.flat[s.parameter][s.start : s.stop])
+                master = tables["master"][s.offset : s.end]
+                master.copy_(self.weights.flat[s.parameter][s.start : s.stop])
         self.weights.remember()
 
     def adopt_changes(self, parameter: int | None = None) -> None:
@@ -110,14 +123,16 @@ class Engine:
         Args:
             parameter: look at this one alone.
         """
-        for written in self.weights.written(parameter):
-            for index, s in self.store.layout.places(written):
-                master = self.store.tables["master"][index][s.offset : s.end]
-                weight = self.weights.flat[written][s.start : s.stop]
+        written = set(self.weights.written(parameter))
+        for bucket, tables in self._visit(written, write=True):
+            for s in (s for s in bucket.segments if s.parameter in written):
+                master = tables["master"][s.offset : s.end]
+                weight = self.weights.flat[s.parameter][s.start : s.stop]
                 for theirs, ours in zip(weight.split(CHUNK), master.split(CHUNK), strict=True):
                     changed = changed_elements(theirs, ours)
                     ours.copy_(torch.where(changed, theirs.to(ours.device, ours.dtype), ours))
-            self.weights.remember(written)
+        for index in written:
+            self.weights.remember(index)
 
     def forget(self) -> None:
         """Let go of gradients that have not left, after the lanes have ended."""
@@ -125,10 +140,38 @@ class Engine:
 
     def publish_weights(self) -> None:
         """Round the master weights into the working weights."""
-        for bucket, master in zip(self.store.layout.buckets, self.store.tables["master"], strict=True):
+        for bucket, tables in self.store.states.visit(self.store.layout.buckets, write=False):
             for s in bucket.segments:
-                self.weights.flat[s.parameter][s.start : s.stop].copy_(master[s.offset : s.end])
+                master = tables["master"][s.offset : s.end]
+                self.weights.flat[s.parameter][s.start : s.stop].copy_(master)
         self.weights.remember()
+
+    def pieces(self, table: str, parameter: int) -> list[Tensor]:
+        """A parameter's state in element order; views where states are in memory, else copies."""
+        buckets, found = self.store.layout.buckets, []
+        for index, s in self.store.layout.places(parameter):
+            for _, tables in self.store.states.visit([buckets[index]], write=False):
+                piece = tables[table][s.offset : s.end]
+                found.append(piece.clone() if self._streaming else piece)
+        return found
+
+    def fill(self, fill: Callable[[str, int, int, int, Tensor], None]) -> None:
+        """Put saved values into every state: ``fill(table, parameter, start, stop, target)``."""
+        for bucket, tables in self.store.states.visit(self.store.layout.buckets, write=True):
+            for (table, values), s in product(tables.items(), bucket.segments):
+                fill(table, s.parameter, s.start, s.stop, values[s.offset : s.end])
+
+    def drain(self) -> None:
+        """Wait for everything that was submitted, also what may end later."""
+        for _, event in self._due:
+            self.lanes.wait(event)
+        self._due = []
+
+    def _visit(self, parameters: Container[int], write: bool) -> Iterator[tuple[Bucket, Tables]]:
+        """Every bucket with a segment of one of the parameters, with its states."""
+        buckets = self.store.layout.buckets
+        concerned = [bucket for bucket in buckets if any(s.parameter in parameters for s in bucket.segments)]
+        return self.store.states.visit(concerned, write=write)
 
     def _flush(self) -> None:
         for microbatch, index in self.collector.flush():
@@ -144,7 +187,13 @@ class Engine:
             self.lanes.wait(self._in_flight.popleft())
 
     def _active(self) -> list[Bucket]:
-        return [bucket for bucket in self.store.layout.buckets if self.collector.seen(bucket.index)]
+        """Buckets with a gradient, in the order in which they are updated."""
+        buckets = self.store.layout.buckets
+        seen = [bucket.index for bucket in buckets if self.collector.seen(bucket.index)]
+        return [buckets[index] for index in (self._streaming.ordered(seen) if self._streaming else seen)]
+
+    def _streamed(self, emissions: Sequence[Emission]) -> Iterable[Emission]:
+        return self._streaming.around(emissions, self.lanes.step) if self._streaming else emissions
 
     def _updated(self) -> set[int]:
         return {parameter for bucket in self._active() for parameter in self.collector.seen(bucket.index)}
@@ -159,11 +208,11 @@ class Engine:
             for event in after:
                 self.lanes.wait(event)
             with self.lanes.compute(action):
-                execute(self, action)
+                execute(self, action, emission.place)
             return None
         if action.kind is Kind.UPDATE:
             after += self._staging_free(action)
-        event = self.lanes.submit(action, partial(execute, self, action), after)
+        event = self.lanes.submit(action, partial(execute, self, action, emission.place), after)
         self._events[step, action] = event
         if action.kind is Kind.UP and (staging := self._staging(action)):
             self._staging_users[staging] = event

@@ -3,9 +3,10 @@
 import copy
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn, SupportsIndex
 
 import torch
@@ -17,6 +18,7 @@ from headrace.lanes.lanes import Lanes
 from headrace.ledger import Ledger
 from headrace.machine.cores import available_cores
 from headrace.memory.budget import Budget
+from headrace.memory.disk import DiskPath, disk_paths
 from headrace.optim.build import build_engine
 from headrace.optim.checks import (
     check_group,
@@ -33,6 +35,8 @@ from headrace.optim.norm import NO_NORM, Norm
 from headrace.optim.policies.base import Policy
 from headrace.optim.policies.sync import Sync
 from headrace.optim.saved import MASTER, HostStates, check_entry, check_saved, entries, fill, joined
+from headrace.optim.states import DiskStates, Fill
+from headrace.optim.window import WINDOW
 
 BUCKET = 2**24
 """Default elements of a bucket: 32 MiB of bf16 gradients on a link."""
@@ -64,9 +68,13 @@ class OffloadedAdamW(Optimizer):
             summed in fp32 on the host, 4 bytes a parameter.
         policy: when and where buckets are updated.
         host: budget of host memory, like ``"48GiB"``; None for no limit.
+        disk: directory -> budget of it (``{"/nvme/headrace": "120GiB"}``, None for what is free), or paths
+            with their speeds: states live there, divided by speed, and in host memory only for their update.
+        window: buckets of such states that are in host memory at once.
         bucket: elements of a bucket, a multiple of 65,536.
         workers: threads of the update; all cores of this process by default.
         ledger: account to book in; a new one by default.
+        kept: checkpoints of states on the disk that will stand at once, for which space is claimed too.
 
     Threads and host memory belong to the object: they go with it, or with :meth:`close`. It works in the
     process that built it alone, and cannot be copied or pickled; its ``state_dict()`` can.
@@ -89,9 +97,12 @@ class OffloadedAdamW(Optimizer):
         micro_batches: int = 1,
         policy: Policy | None = None,
         host: int | str | None = None,
+        disk: Mapping[str, int | str | None] | Sequence[DiskPath] = (),
+        window: int = WINDOW,
         bucket: int = BUCKET,
         workers: int | None = None,
         ledger: Ledger | None = None,
+        kept: int = 0,
     ) -> None:
         check_options(
             max_grad_norm=max_grad_norm,
@@ -131,6 +142,9 @@ class OffloadedAdamW(Optimizer):
                 self.ledger,
                 resources,
                 host=host,
+                disk=disk_paths(disk),
+                window=window,
+                kept=kept,
                 bucket=bucket,
                 workers=available_cores() if workers is None else workers,
                 micro_batches=micro_batches,
@@ -258,15 +272,29 @@ class OffloadedAdamW(Optimizer):
         return tuple(self._named[name].shape)
 
     def pieces(self, table: str, name: str) -> list[Tensor]:
-        """1-D views of a parameter's state in element order; together they are the whole parameter."""
+        """A parameter's state in 1-D pieces in element order: views of host memory, or copies from disk."""
         self._lifetime.check_open("pieces()")
         self._follow_weights(self._index[name])
-        return self._engine.store.pieces(table, self._index[name])
+        return self._engine.pieces(table, self._index[name])
 
-    def restore(self, counts: Mapping[str, int]) -> None:
-        """Go on from states that were written into :meth:`pieces`: set the counts, round the weights."""
+    def save_states(self, directory: Path) -> list[Path]:
+        """Put states on the disk into a directory, durably: linked where possible, else copied."""
+        self._lifetime.check_open("save_states()")
+        self._follow_weights()
+        states = self._engine.store.states
+        return states.save(directory) if isinstance(states, DiskStates) else []
+
+    def restore(self, counts: Mapping[str, int], fill: Fill | None = None) -> None:
+        """Go on from saved states: fill them in, set the counts, round the weights.
+
+        Args:
+            fill: puts every state into its place; None where they are there.
+        """
         self._lifetime.check_usable("restore()")
         self._engine.weights.check_places()
+        if fill is not None:
+            names = self.names
+            self._engine.fill(lambda table, index, *rest: fill(table, names[index], *rest))
         self._engine.counts = [counts[name] for name in self._named]
         self._engine.publish_weights()
         self._started = True

@@ -101,15 +101,13 @@ def fill(store: HostStore, names: Sequence[str], found: Mapping[str, Mapping[str
 
     Master weights without an entry stay what they are.
     """
-    for table, (index, name) in product(store.tables, enumerate(names)):
-        pieces, entry = store.pieces(table, index), found.get(name, {})
-        if table in entry:
-            parts = entry[table].reshape(-1).split([piece.numel() for piece in pieces])
-            for piece, part in zip(pieces, parts, strict=True):
-                piece.copy_(part)
-        elif table != MASTER:
-            for piece in pieces:
-                piece.zero_()
+    for bucket, tables in store.states.visit(store.layout.buckets, write=True):
+        for (table, values), s in product(tables.items(), bucket.segments):
+            entry = found.get(names[s.parameter], {})
+            if table in entry:
+                values[s.offset : s.end].copy_(entry[table].reshape(-1)[s.start : s.stop])
+            elif table != MASTER:
+                values[s.offset : s.end].zero_()
 
 
 def joined(pieces: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:

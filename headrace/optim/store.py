@@ -1,6 +1,4 @@
-"""The host tier of the optimizer: state tables, gradients and work buffers in flat buckets."""
-
-from collections.abc import Sequence
+"""The host tier of the optimizer: gradients and work buffers in flat buckets, and the states beside them."""
 
 import torch
 from torch import Tensor
@@ -8,6 +6,7 @@ from torch import Tensor
 from headrace.memory.pool import HostPool
 from headrace.optim.kernel import CHUNK, BucketTensors
 from headrace.optim.layout import BLOCK, Bucket, Layout, padded
+from headrace.optim.states import States
 
 STAGING = 2
 """Buffers in which new weights wait for the way back where gradients are summed in another dtype."""
@@ -23,7 +22,7 @@ class HostStore:
 
     Args:
         layout: the buckets.
-        tables: names of the fp32 state tables.
+        states: master weights and moments; they belong to this object from now on.
         pool: hands out the buffers within the budget.
         capacity: elements of the largest bucket.
         summed: whether gradients of several micro-batches are summed here, in fp32.
@@ -34,7 +33,7 @@ class HostStore:
     def __init__(
         self,
         layout: Layout,
-        tables: Sequence[str],
+        states: States,
         pool: HostPool,
         *,
         capacity: int,
@@ -43,26 +42,18 @@ class HostStore:
         workers: int,
     ) -> None:
         self.layout = layout
+        self.states = states
         self.budget = pool.budget
         self._pool = pool
         self._taken: list[Tensor] = []
         try:
-            self._take_all(tables, capacity, summed, landing, workers)
+            self._take_all(capacity, summed, landing, workers)
         except BaseException:
             self.close()
             raise
 
-    def _take_all(
-        self, tables: Sequence[str], capacity: int, summed: bool, landing: bool, workers: int
-    ) -> None:
+    def _take_all(self, capacity: int, summed: bool, landing: bool, workers: int) -> None:
         layout = self.layout
-        self.tables = {
-            table: [
-                self._take(b.size, torch.float32, "states", f"{table} of bucket {b.index}")
-                for b in layout.buckets
-            ]
-            for table in tables
-        }
         widened = {d: torch.float32 if summed else DTYPES[d] for d in DTYPES}
         self.gradients = [
             self._take(b.size, widened[b.dtype], "gradients", f"gradients of bucket {b.index}")
@@ -82,11 +73,6 @@ class HostStore:
         self.chunks = [self._buffer(CHUNK, torch.float32, "kernel scratch") for _ in range(workers)]
         self.blocks = [self._buffer(BLOCK, torch.float64, "norm scratch") for _ in range(workers)]
 
-    def pieces(self, table: str, parameter: int) -> list[Tensor]:
-        """1-D views of a parameter's state in element order; together they are the whole parameter."""
-        buffers = self.tables[table]
-        return [buffers[b][s.offset : s.end] for b, s in self.layout.places(parameter)]
-
     def staging_of(self, bucket: Bucket) -> tuple[str, int] | None:
         """Which staging buffer takes the bucket's new weights: its dtype and number; None where none does."""
         return (bucket.dtype, bucket.index % STAGING) if bucket.dtype in self.staging else None
@@ -103,17 +89,23 @@ class HostStore:
         dtype, number = place
         return self.staging[dtype][number][: bucket.size]
 
-    def bucket(self, bucket: Bucket) -> BucketTensors:
-        """What the kernel needs of a bucket."""
-        i, tables = bucket.index, self.tables
-        states = tables["master"][i], tables["exp_avg"][i], tables["exp_avg_sq"][i]
-        return BucketTensors(*states, self.gradients[i], self.staged(bucket))
+    def bucket(self, bucket: Bucket, place: int | None = None) -> BucketTensors:
+        """What the kernel needs of a bucket, whose states are all there or in a place of the window."""
+        tables = self.states.tables(bucket, place)
+        return BucketTensors(
+            tables["master"],
+            tables["exp_avg"],
+            tables["exp_avg_sq"],
+            self.gradients[bucket.index],
+            self.staged(bucket),
+        )
 
     def close(self) -> None:
         """Give every buffer back to the pool, and keep none."""
         while self._taken:
             self._pool.give_back(self._taken.pop())
-        self.tables, self.gradients, self.staging, self.landing = {}, [], {}, {}
+        self.states.close()
+        self.gradients, self.staging, self.landing = [], {}, {}
         self.chunks, self.blocks = [], []
 
     def _take(self, numel: int, dtype: torch.dtype, purpose: str, what: str) -> Tensor:

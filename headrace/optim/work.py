@@ -8,13 +8,14 @@ from headrace.optim import kernel
 from headrace.optim.collect import Parcel
 from headrace.optim.layout import Bucket
 from headrace.optim.policies.base import Executor
+from headrace.optim.states import DiskStates
 from headrace.schedule.action import Action, Kind
 
 if TYPE_CHECKING:
     from headrace.optim.engine import Engine
 
 
-def down(engine: "Engine", action: Action) -> int:
+def down(engine: "Engine", action: Action, place: int | None) -> int:
     """Copy a parcel's gradients into the host bucket, or add them to what is there."""
     assert action.microbatch is not None
     bucket = _bucket(engine, action)
@@ -45,7 +46,7 @@ def _free(engine: "Engine", parcel: Parcel) -> None:
     engine.device.note("gradients", -sum(arrived.copied() for arrived in parcel.arrived.values()))
 
 
-def norm(engine: "Engine", action: Action) -> int:
+def norm(engine: "Engine", action: Action, place: int | None) -> int:
     """Sum the squares of a bucket's gradient."""
     bucket, workers = _bucket(engine, action), engine.lanes.workers
     gradient, active = engine.store.gradients[bucket.index], engine.collector.seen(bucket.index)
@@ -58,16 +59,16 @@ def norm(engine: "Engine", action: Action) -> int:
     return 0
 
 
-def clip(engine: "Engine", action: Action) -> int:
+def clip(engine: "Engine", action: Action, place: int | None) -> int:
     """The global norm and the clip coefficient."""
     engine.norm = engine.sums.finish(engine.limit)
     return 0
 
 
-def update(engine: "Engine", action: Action) -> int:
+def update(engine: "Engine", action: Action, place: int | None) -> int:
     """AdamW over a bucket; the new weights are staged."""
     bucket, workers = _bucket(engine, action), engine.lanes.workers
-    tensors = engine.store.bucket(bucket)
+    tensors = engine.store.bucket(bucket, place)
     seen = engine.collector.seen(bucket.index)
     hyper, coefficient = engine.hypers[bucket.group], engine.norm.coefficient
 
@@ -80,7 +81,7 @@ def update(engine: "Engine", action: Action) -> int:
     return 0
 
 
-def up(engine: "Engine", action: Action) -> int:
+def up(engine: "Engine", action: Action, place: int | None) -> int:
     """Copy a bucket's staged weights into the working weights."""
     bucket = _bucket(engine, action)
     staged, seen = engine.store.staged(bucket), engine.collector.seen(bucket.index)
@@ -98,11 +99,30 @@ def _bucket(engine: "Engine", action: Action) -> Bucket:
     return engine.store.layout.buckets[action.unit.index]
 
 
+def read(engine: "Engine", action: Action, place: int | None) -> int:
+    """Read a bucket's states from a disk path."""
+    states, path = _on_disk(engine, action)
+    return states.read(_bucket(engine, action), path, states.at(place))
+
+
+def write(engine: "Engine", action: Action, place: int | None) -> int:
+    """Write a bucket's states to a disk path."""
+    states, path = _on_disk(engine, action)
+    return states.write(_bucket(engine, action), path, states.at(place))
+
+
+def _on_disk(engine: "Engine", action: Action) -> tuple[DiskStates, int]:
+    assert isinstance(engine.store.states, DiskStates) and action.path is not None
+    return engine.store.states, action.path
+
+
 EXECUTORS: dict[Kind, Executor] = {
     Kind.DOWN: down,
     Kind.NORM: norm,
     Kind.CLIP: clip,
     Kind.UPDATE: update,
     Kind.UP: up,
+    Kind.READ: read,
+    Kind.WRITE: write,
 }
 """The engine's own executors; a policy may replace some or add others."""

@@ -15,7 +15,6 @@ import torch
 from headrace.checkpoint.changes import refuse_changes
 from headrace.checkpoint.config import WITHOUT_STATES
 from headrace.checkpoint.directory import clean_leftovers
-from headrace.checkpoint.lock import RunLock
 from headrace.checkpoint.manifest import Environment
 from headrace.checkpoint.restore import Checkpoint, choose_checkpoint, leave_behind
 from headrace.checkpoint.rng import capture_rng, restore_rng
@@ -26,6 +25,7 @@ from headrace.lanes import trace
 from headrace.ledger import Ledger
 from headrace.machine.cores import auto_threads
 from headrace.memory.durable import replace_text
+from headrace.memory.lock import DirectoryLock
 from headrace.memory.process import peak_resident_bytes
 from headrace.optim.offloaded import SkippedStep
 from headrace.planner.memory import STATE
@@ -75,7 +75,7 @@ def train(source: str | Path | RunFile, overrides: Sequence[str] = ()) -> Path:
     asked = source if isinstance(source, RunFile) else read_run_file(source, overrides)
     directory = RunDirectory(asked.out)
     check_out(directory, asked.model.path)
-    with _plain_warnings(), RunLock(directory.path):
+    with _plain_warnings(), DirectoryLock(directory.path):
         clean_leftovers(directory.path)
         try:
             return _run(_open(asked, directory))

@@ -148,6 +148,15 @@ def test_a_wrong_header_is_refused(tmp_path, header):
         TensorFile(path)
 
 
+def test_a_pointer_of_git_lfs_is_told_from_a_torn_file(tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 4096\n")
+    with pytest.raises(
+        UserError, match=r"model\.safetensors holds no tensors, only a pointer .* `git lfs pull`"
+    ):
+        TensorFile(path)
+
+
 def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(UserError, match="No such file"):
         TensorFile(tmp_path / "absent.safetensors")

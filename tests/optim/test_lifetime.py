@@ -24,6 +24,11 @@ BOTH = pytest.mark.parametrize("release", [True, False])
 TIMEOUT = 60
 
 
+def first_master(optimizer):
+    store = optimizer._engine.store
+    return store.states.tables(store.layout.buckets[0], None)["master"]
+
+
 def threads():
     return {thread for thread in threading.enumerate() if thread.name.startswith("headrace-")}
 
@@ -71,7 +76,7 @@ def test_del_frees_everything_at_once(make_model, no_new_threads, release, pendi
     optimizer.zero_grad()
     if pending:
         backward(model)
-    budget, state = optimizer.host, weakref.ref(optimizer._engine.store.tables["master"][0])
+    budget, state = optimizer.host, weakref.ref(first_master(optimizer))
     gone = weakref.ref(optimizer)
     gc.disable()
     try:
@@ -142,7 +147,7 @@ def test_close_gives_the_memory_back_and_the_model_is_plain_again(make_model, no
     optimizer = OffloadedAdamW(model.parameters(), release_gradients=release, workers=3)
     backward(model)
     optimizer.step()
-    master = weakref.ref(optimizer._engine.store.tables["master"][0])
+    master = weakref.ref(first_master(optimizer))
     optimizer.close()
     assert master() is None and optimizer.host.held == 0
     assert_plain(model, make_model())

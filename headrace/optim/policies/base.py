@@ -22,8 +22,9 @@ from headrace.schedule.action import Action, Kind, StepShape, Wait
 if TYPE_CHECKING:
     from headrace.optim.engine import Engine
 
-Executor = Callable[["Engine", Action], int]
-"""Does the work of an action on its lane and returns the bytes that it moved."""
+Executor = Callable[["Engine", Action, int | None], int]
+"""Does the work of an action on its lane and returns the bytes that it moved. The last argument is the place
+in memory of the bucket's states, None where all are in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +35,13 @@ class Emission:
         after: what must have ended before it starts.
         visible: how many step boundaries later its result may be seen; 0 is the end of its own step. A run
             waits at that boundary until it has ended, so results do not depend on the machine's speed.
+        place: where the bucket's states are in memory, if most of them are on the disk.
     """
 
     action: Action
     after: tuple[Wait, ...]
     visible: int = 0
+    place: int | None = None
 
 
 class Policy(ABC):

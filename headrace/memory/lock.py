@@ -1,4 +1,4 @@
-"""One run at a time in a run directory."""
+"""One run at a time in a directory."""
 
 import errno
 import os
@@ -21,19 +21,25 @@ _TAKEN = (errno.EACCES, errno.EAGAIN)
 _held: set[Path] = set()
 
 
-class RunLock:
-    """Context manager that holds ``run`` (created if missing) for this process.
+class DirectoryLock:
+    """Context manager that holds a directory (created if missing) for this process.
 
     The lock belongs to the process: the system releases it at any end, SIGKILL too, and forked workers that
-    outlive it do not hold it. The file ``.lock`` stays and names the last owner; a run that wrote nothing
+    outlive it do not hold it. The lock's file stays and names the last owner; a run that wrote nothing
     else takes it away again, with the directories made for it. Where the file system knows no locks, a
     warning says so and the run goes on.
+
+    Args:
+        directory: what is held.
+        name: of the lock's file in it.
+        key: what the user set to the directory, named in messages.
 
     Raises UserError naming the owner when another run holds the directory, or when it cannot be made.
     """
 
-    def __init__(self, run: Path) -> None:
-        self._path = run.absolute().resolve() / ".lock"
+    def __init__(self, directory: Path, name: str = ".lock", key: str = "out") -> None:
+        self._path = directory.absolute().resolve() / name
+        self._key = key
         self._file: TextIO | None = None
         self._made: list[Path] = []
 
@@ -70,7 +76,8 @@ class RunLock:
             self._file = open(self._path, "a+", encoding="utf-8")  # noqa: SIM115, __exit__ closes it
         except OSError as error:
             raise UserError(
-                f"out={self._path.parent} cannot be written to ({error.strerror}): choose another out"
+                f"{self._key}={self._path.parent} cannot be written to ({error.strerror}): choose another "
+                f"{self._key}"
             ) from error
 
     def _close(self) -> None:
@@ -99,5 +106,6 @@ class RunLock:
 
     def _refusal(self, owner: str) -> UserError:
         return UserError(
-            f"a run in {self._path.parent} is going on, by {owner}: wait for its end or choose another out"
+            f"a run in {self._path.parent} is going on, by {owner}: wait for its end or choose another "
+            f"{self._key}"
         )

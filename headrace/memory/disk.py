@@ -1,0 +1,334 @@
+"""Named buffers on one or more disk paths: each buffer is divided over all of them by their speeds.
+
+A buffer's part on a path is one file. It is overwritten in place while nobody else has a link to it; a
+checkpoint links to it, and then the next write makes a new file. So a checkpoint costs no copy, and what it
+holds never changes. Dividing by speed: Maurya et al. 2025 (MLP-Offload), section on multiple paths.
+"""
+
+import os
+import shutil
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+
+from torch import Tensor
+
+from headrace.config import format_size, parse_size
+from headrace.errors import RunStopped, UserError, reason
+from headrace.memory.blocks import GO_ON, Block, BlockFile, Watch, allocate
+from headrace.memory.budget import Budget
+from headrace.memory.disk_speed import measure
+from headrace.memory.durable import DISK_FULL, sync_directory
+from headrace.memory.lock import DirectoryLock
+from headrace.memory.parts import Form, Part, read_part, write_header
+
+UNIT = 2**16
+"""Elements; parts begin at multiples of it, so that they begin on whole blocks of the disk in any dtype."""
+
+SUFFIX = ".safetensors"
+_RESERVE = "reserved-space"
+
+
+@dataclass(frozen=True)
+class DiskPath:
+    """A directory for buffers.
+
+    Attributes:
+        path: created if missing; one run at a time.
+        size: bytes that may be taken there; None for what is free.
+        speed: bytes a second that it reads and writes in turn; None to measure it at the start.
+    """
+
+    path: Path
+    size: int | None = None
+    speed: float | None = None
+
+
+def disk_paths(given: Mapping[str, int | str | None] | Sequence[DiskPath]) -> list[DiskPath]:
+    """The paths of a mapping from directories to budgets, ``{"/nvme/headrace": "120GiB"}``, or as given."""
+    if not isinstance(given, Mapping):
+        return list(given)
+    return [DiskPath(Path(p), None if size is None else parse_size(size)) for p, size in given.items()]
+
+
+def split(numel: int, speeds: Sequence[float]) -> list[tuple[int, int]]:
+    """Divide ``numel`` elements in proportion to speeds, in whole units: (low, high) for each path."""
+    units = -(-numel // UNIT)
+    total, passed, bounds = sum(speeds), 0.0, [0]
+    for speed in speeds:
+        passed += speed
+        bounds.append(round(units * passed / total))
+    return [(min(numel, low * UNIT), min(numel, high * UNIT)) for low, high in pairwise(bounds)]
+
+
+def _speed(path: Path) -> float:
+    """Bytes a second at which a path reads and writes in turn: every byte is read once and written once."""
+    found = measure(path)
+    return 1 / (1 / found.read + 1 / found.write) if found else 1.0
+
+
+class Transfer:
+    """One part on its way to or from the disk; several workers take a share of its blocks each."""
+
+    def __init__(self, file: BlockFile, part: Part, blocks: Sequence[Block]) -> None:
+        self.part = part
+        self._file = file
+        self._blocks = blocks
+        self._sums = list(part.checksums) or [0] * len(blocks)
+
+    def read(self, worker: int, workers: int) -> None:
+        """Read a worker's share of the blocks."""
+        for index in range(worker, len(self._blocks), workers):
+            self._file.read(self._blocks[index], self._sums[index])
+
+    def write(self, worker: int, workers: int) -> None:
+        """Write a worker's share of the blocks."""
+        for index in range(worker, len(self._blocks), workers):
+            self._sums[index] = self._file.write(self._blocks[index])
+
+    def close(self) -> None:
+        """Close the file after reading."""
+        self._file.close()
+
+    def finish(self) -> Part:
+        """Write the header after all blocks, close the file, and return the part with its checksums."""
+        with self._file:
+            part = replace(self.part, checksums=tuple(self._sums))
+            write_header(self._file, part)
+        return part
+
+
+class DiskStore:
+    """Buffers of one rank on disk paths, within their budgets.
+
+    Args:
+        paths: where the buffers lie.
+        budget: of the disk tier, where their bytes are booked.
+        rank: number of this process among those that share the paths; a part of the files' names.
+        watch: finds reads and writes that never end.
+
+    Raises:
+        UserError: a path that is missing and cannot be made, cannot be written to, or is another run's.
+    """
+
+    def __init__(
+        self, paths: Sequence[DiskPath], budget: Budget, rank: int = 0, watch: Watch | None = None
+    ) -> None:
+        assert paths
+        self.paths = [replace(path, path=path.path.expanduser().absolute()) for path in paths]
+        self.watch = watch or Watch()
+        self.speeds = [1.0] * len(paths)
+        self._budget = budget
+        self._purpose = "states"
+        self._prefix = f"headrace-r{rank}-"
+        self._forms: dict[str, Form] = {}
+        self._parts: dict[tuple[str, int], Part] = {}
+        self._reserved = [0] * len(paths)
+        self._resources = ExitStack()
+        try:
+            for path in self.paths:
+                self._resources.enter_context(DirectoryLock(path.path, f".{self._prefix}lock", "memory.disk"))
+                self._check_writable(path.path)
+                self._clean(path.path)
+            if len(paths) > 1:
+                self.speeds = [path.speed or _speed(path.path) for path in self.paths]
+        except BaseException:
+            self._resources.close()
+            raise
+
+    def declare(self, name: str, form: Form) -> None:
+        """Announce a buffer; it has no content yet."""
+        assert name not in self._forms, name
+        self._forms[name] = form
+
+    def reserve(self, copies: int, purpose: str, what: str) -> None:
+        """Claim the space of ``copies`` of every declared buffer, at once on the disk where it can be.
+
+        Raises:
+            UserError: a budget or a disk has no room for its share.
+        """
+        wanted = [copies * self._share(index) for index in range(len(self.paths))]
+        for path, nbytes in zip(self.paths, wanted, strict=True):
+            free = shutil.disk_usage(path.path).free + self._taken(path.path)
+            if path.size is not None and nbytes > path.size:
+                raise UserError(
+                    f"{what} needs {format_size(nbytes)} in {path.path}, where memory.disk allows "
+                    f"{format_size(path.size)}: raise it to at least {nbytes:,}, or name another path"
+                )
+            if nbytes > free:
+                raise UserError(
+                    f"{what} needs {format_size(nbytes)} in {path.path}, where {format_size(free)} are free: "
+                    "make room, or name another path in memory.disk"
+                )
+        self._budget.reserve(purpose, sum(wanted), what)
+        self._purpose, self._reserved = purpose, wanted
+        self.top_up(())
+
+    def top_up(self, checkpoints: Iterable[Path]) -> None:
+        """Claim again what became free: to be called after checkpoints were written and removed.
+
+        Args:
+            checkpoints: directories that may hold links to buffers.
+        """
+        checkpoints = list(checkpoints)
+        for index, path in enumerate(self.paths):
+            wanted = self._reserved[index] - self._linked(path.path, checkpoints)
+            self._set_reserve(path.path, max(0, wanted))
+
+    def writing(self, name: str, index: int, tables: Mapping[str, Tensor]) -> Transfer | None:
+        """Begin to write a buffer's part on path ``index``; None where the path takes none of it."""
+        form = self._forms[name]
+        part = Part(form, *split(form.numel, self.speeds)[index])
+        file = self._file(name, index)
+        self._parts.pop((name, index), None)
+        if part.low == part.high:
+            file.unlink(missing_ok=True)
+            return None
+        try:
+            if file.exists() and file.stat().st_nlink > 1:  # a checkpoint's
+                file.unlink()
+            if not file.exists():
+                self._shrink_reserve(self.paths[index].path, part.file_bytes)
+            opened = BlockFile(file, self.watch, writing=True)
+            try:
+                opened.resize(part.file_bytes)
+            except OSError:
+                opened.close()
+                raise
+        except OSError as error:
+            fix = "make room" if error.errno in DISK_FULL else "look at the disk"
+            raise RunStopped(f"{file} cannot be written ({reason(error)}): {fix}, then {GO_ON}") from error
+        self._say_once(opened)
+        return Transfer(opened, part, part.cut(tables))
+
+    def written(self, name: str, index: int, part: Part) -> None:
+        """Note a part that :meth:`Transfer.finish` gave."""
+        self._parts[name, index] = part
+
+    def reading(self, name: str, index: int, tables: Mapping[str, Tensor]) -> Transfer | None:
+        """Begin to read a buffer's part on path ``index``; None where the path holds none of it."""
+        part = self._parts.get((name, index))
+        if part is None:
+            return None
+        file = self._file(name, index)
+        try:
+            opened = BlockFile(file, self.watch, writing=False)
+        except OSError as error:
+            raise RunStopped(f"{file} cannot be read ({reason(error)}): {GO_ON}") from error
+        return Transfer(opened, part, part.cut(tables))
+
+    def link(self, name: str, directory: Path) -> list[Path]:
+        """Put the buffer's files into a directory, under their own names, durably.
+
+        They are linked where the directory is on the same file system, else copied.
+
+        Returns:
+            The new files.
+        """
+        made = []
+        for index in range(len(self.paths)):
+            if (name, index) not in self._parts:
+                continue
+            file = self._file(name, index)
+            with BlockFile(file, self.watch, writing=True) as opened:
+                opened.sync()
+            made.append(_linked(file, directory / f"{name}.p{index}{SUFFIX}"))
+        return made
+
+    def adopt(self, name: str, index: int, file: Path) -> None:
+        """Take a checkpoint's file as the content of a buffer's part: linked where possible, else copied."""
+        part, _ = read_part(file)
+        target = self._file(name, index)
+        target.unlink(missing_ok=True)
+        _linked(file, target)
+        self._parts[name, index] = part
+
+    def close(self) -> None:
+        """Remove this rank's files and give the paths free."""
+        for path in self.paths:
+            self._clean(path.path)
+        self._budget.release(self._purpose, sum(self._reserved))
+        self._reserved = [0] * len(self.paths)
+        self._resources.close()
+
+    def _share(self, index: int) -> int:
+        """Bytes of all buffers' files on a path."""
+        parts = (Part(form, *split(form.numel, self.speeds)[index]) for form in self._forms.values())
+        return sum(part.file_bytes for part in parts if part.low < part.high)
+
+    def _file(self, name: str, index: int) -> Path:
+        return self.paths[index].path / f"{self._prefix}{name}{SUFFIX}"
+
+    def _clean(self, path: Path) -> None:
+        """Remove what this rank of an earlier run left; nothing of other names."""
+        for file in path.glob(f"{self._prefix}*"):
+            file.unlink()
+
+    def _check_writable(self, path: Path) -> None:
+        probe = path / f"{self._prefix}probe"
+        try:
+            probe.write_bytes(b"\0")
+            probe.unlink()
+        except OSError as error:
+            raise UserError(
+                f"memory.disk: {path} cannot be written to ({reason(error)}): name a directory that can"
+            ) from error
+
+    def _say_once(self, file: BlockFile) -> None:
+        place = file.path.parent
+        if not file.direct and place not in _said:
+            _said.add(place)
+            warnings.warn(
+                f"{place} knows no direct I/O: its reads and writes go through the system's caches",
+                stacklevel=2,
+            )
+
+    def _taken(self, path: Path) -> int:
+        return sum(file.stat().st_size for file in path.glob(f"{self._prefix}*"))
+
+    def _linked(self, path: Path, checkpoints: Sequence[Path]) -> int:
+        """Bytes that buffers and links to earlier ones take on this path's file system, each file once."""
+        device = path.stat().st_dev
+        files = list(path.glob(f"{self._prefix}*{SUFFIX}"))
+        files += [file for directory in checkpoints for file in directory.glob(f"*{SUFFIX}")]
+        states = (file.stat() for file in files)
+        sizes = {state.st_ino: state.st_size for state in states if state.st_dev == device}
+        return sum(sizes.values())
+
+    def _reserve_file(self, path: Path) -> Path:
+        return path / f"{self._prefix}{_RESERVE}"
+
+    def _shrink_reserve(self, path: Path, nbytes: int) -> None:
+        file = self._reserve_file(path)
+        if file.exists():
+            os.truncate(file, max(0, file.stat().st_size - nbytes))
+
+    def _set_reserve(self, path: Path, nbytes: int) -> None:
+        with self._reserve_file(path).open("ab") as file:
+            os.ftruncate(file.fileno(), 0)
+            try:
+                if not allocate(file.fileno(), nbytes):
+                    os.ftruncate(file.fileno(), 0)
+            except OSError as error:
+                warnings.warn(
+                    f"{path} has no room left for {format_size(nbytes)} that this run may still need "
+                    f"({reason(error)}): make room",
+                    stacklevel=2,
+                )
+
+
+_said: set[Path] = set()
+
+
+def _linked(source: Path, target: Path) -> Path:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+        with target.open("rb+") as file:
+            os.fsync(file.fileno())
+    sync_directory(target.parent)
+    return target
