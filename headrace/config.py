@@ -2,9 +2,18 @@
 
 import json
 import re
-from typing import Annotated, Any
+from collections.abc import Iterator
+from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationInfo,
+    field_validator,
+)
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _UNITS |= {f"{prefix}I": 2 ** (10 * power) for power, prefix in enumerate("KMGT", start=1)}
@@ -12,9 +21,25 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", re.IGNORECASE)
 
 
 class Config(BaseModel):
-    """Base of all Configs: unknown keys are errors, values are immutable after validation."""
+    """Base of all Configs: unknown keys are errors, values are immutable, true and false are no numbers."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_number_from_a_boolean(cls, value: Any, info: ValidationInfo) -> Any:
+        # To Python and pydantic `true` is 1; as the text that was written it is refused in the usual words.
+        if not isinstance(value, bool):
+            return value
+        types = set(_types(cls.model_fields[info.field_name or ""].annotation))
+        return json.dumps(value) if {int, float} & types and not {bool, str} & types else value
+
+
+def _types(annotation: Any) -> Iterator[Any]:
+    """An annotation and all that it is made of."""
+    yield annotation
+    for part in get_args(annotation):
+        yield from _types(part)
 
 
 def parse_size(value: int | float | str) -> int:

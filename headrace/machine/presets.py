@@ -42,5 +42,5 @@ def preset(name: str) -> Machine:
         UserError: if there is none.
     """
     if name not in PRESETS:
-        raise UserError(f"there is no preset machine {name!r}; there are {', '.join(PRESETS)}")
+        raise UserError(f"the machine {name!r} is not known: choose one of {', '.join(PRESETS)}")
     return PRESETS[name]

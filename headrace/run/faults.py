@@ -1,7 +1,7 @@
 """What is wrong with values, in people's words: pydantic speaks of its own types."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 _WANTED = {
@@ -31,16 +31,16 @@ _WANTED = {
 _SECTIONS = ("model_type", "model_attributes_type")
 
 
-def wish(faults: Sequence[Mapping[str, Any]], description: str | None) -> str:
+def wish(faults: Sequence[Mapping[str, Any]], description: str | None, keys: Iterable[str] = ()) -> str:
     """What one key must hold, from all faults of it: of a union there is one for each member.
 
-    A component's own words stand as they are.
+    A component's own words stand as they are. Of a section, ``keys`` are those that it has.
     """
     own = [
         str(fault["msg"]).removeprefix("Value error, ") for fault in faults if fault["type"] == "value_error"
     ]
     if any(fault["type"] in _SECTIONS for fault in faults):
-        return "it is a section: write its keys below it, see docs/run-file.md"
+        return f"it is a section: write its keys below it ({', '.join(keys)})"
     wanted = list(dict.fromkeys(_wanted(fault) for fault in faults if fault["type"] != "value_error"))
     if own:
         return ", or ".join([*own, *wanted])

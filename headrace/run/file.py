@@ -1,5 +1,6 @@
 """The run file: one YAML that composes the components' own Configs, with overrides from the command line."""
 
+import codecs
 import difflib
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -113,6 +114,17 @@ _StrictLoader.yaml_implicit_resolvers = {
 }
 
 
+_PROBLEMS = {
+    "found character '\\t'": "a tab stands where YAML takes spaces",
+    "mapping values are not": "a colon in a value without quotes, or a key indented unlike its neighbours",
+    "expected <block end>, but found '<block": "it is indented unlike its neighbours",
+    "expected <block end>, but found '?'": "it is indented unlike its neighbours",
+}
+"""How the parser's words begin, and what they mean."""
+
+_UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+
+
 def _parse(text: str) -> Any:
     """Plain data from YAML; YAMLError also for what Python cannot hold."""
     try:
@@ -130,16 +142,24 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise UserError(f"there is no run file {path}: give the path of a YAML file") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}): give a YAML file") from None
-    except ValueError as error:  # not UTF-8, or a path that cannot be one
-        raise UserError(f"{path} cannot be read as text ({error}): give a YAML file in UTF-8") from None
+    except UnicodeDecodeError as error:
+        found = "it is UTF-16" if error.object[:2] in _UTF_16 else f"byte {error.start} is no UTF-8"
+        raise UserError(f"{path} cannot be read as text ({found}): give a YAML file in UTF-8") from None
+    except ValueError as error:  # a path that cannot be one
+        raise UserError(f"{str(path)!r} cannot be read ({error}): give the path of a YAML file") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f" line {mark.line + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or "it does not parse"
-        raise UserError(f"{path}{place} is not valid YAML ({problem}): correct that line") from None
+        raise UserError(f"{path}{place} is not valid YAML ({_problem(error)}): correct that line") from None
     if not isinstance(tree, dict):
         raise UserError(f"{path} holds no sections: write at least model: and data:, see docs/run-file.md")
     return tree
+
+
+def _problem(error: yaml.YAMLError) -> str:
+    """What is wrong with the text; of the usual mistakes in people's words."""
+    problem = getattr(error, "problem", None) or "it does not parse"
+    return next((words for start, words in _PROBLEMS.items() if problem.startswith(start)), problem)
 
 
 def _override(tree: dict[str, Any], text: str) -> None:
@@ -150,8 +170,9 @@ def _override(tree: dict[str, Any], text: str) -> None:
     try:
         parsed = _parse(value)
     except yaml.YAMLError as error:
-        problem = getattr(error, "problem", None) or "it does not parse"
-        raise UserError(f"the value in {shown(text)} is not valid YAML ({problem}): quote it") from None
+        raise UserError(
+            f"the value in {shown(text)} is not valid YAML ({_problem(error)}): quote it"
+        ) from None
     node = tree
     for section in sections[:-1]:
         inner = node.setdefault(section, {})
@@ -190,7 +211,8 @@ def _sentence(key: str, model: type[BaseModel], faults: Sequence[Mapping[str, An
     if first["type"] == "extra_forbidden":
         return f"{key} {place} is not a key: {_hint(key, model)}"
     field = model.model_fields.get(key.rpartition(".")[2])
-    message = wish(faults, field.description if field else None)
+    section = section_of(field) if field else None
+    message = wish(faults, field.description if field else None, section.model_fields if section else ())
     if (
         isinstance(first["input"], Mapping) and first["type"] == "value_error"
     ):  # of a section: it names its keys

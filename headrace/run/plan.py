@@ -1,6 +1,7 @@
 """The plan: the run file with every `auto` filled in, and the ledger that it predicts."""
 
 import importlib.metadata
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -99,7 +100,7 @@ class Plan:
         run, count = self.run, self.shape.numel
         tokens = run.train.batch * run.data.context
         return (
-            f"{Path(run.model.path).name}, {_count(count)} parameters, {run.model.dtype}, {self._method()}, "
+            f"{_called(run.model.path)}, {_count(count)} parameters, {run.model.dtype}, {self._method()}, "
             f"up to {tokens:,} tokens a step ({run.train.accumulation} x {run.train.micro_batch} x "
             f"{run.data.context:,})"
         )
@@ -110,6 +111,12 @@ class Plan:
             return "full fine-tuning"
         trained = _count(self.shape.trained_numel)
         return f"LoRA of rank {lora.rank} on {len(adapters.modules)} linear layers ({trained} trained)"
+
+
+def _called(path: str) -> str:
+    """A model's name; a config.json has that of its directory before it, for all are called so."""
+    place = Path(os.path.abspath(path))
+    return f"{place.parent.name}/{place.name}" if place.name == "config.json" else place.name
 
 
 def _count(numel: int) -> str:

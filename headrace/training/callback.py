@@ -1,12 +1,17 @@
 """OffloadedAdamW inside Hugging Face's Trainer: what must fit together, and the true gradient norm."""
 
-from typing import Any
+import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback as HfTrainerCallback
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from headrace.errors import UserError
 from headrace.optim.offloaded import OffloadedAdamW
+
+if TYPE_CHECKING:  # it takes seconds
+    from transformers import Trainer
 
 
 class TrainerCallback(HfTrainerCallback):
@@ -22,11 +27,24 @@ class TrainerCallback(HfTrainerCallback):
 
     def __init__(self, optimizer: OffloadedAdamW | None = None) -> None:
         self._optimizer = optimizer
+        self._is_first = False
+
+    def put_first(self, trainer: "Trainer") -> None:
+        """Become the first of the trainer's callbacks, so that TensorBoard, W&B and others get the true norm.
+
+        Trainer puts those before the ones of ``Trainer(callbacks=[...])``, and each has the logs as the
+        callbacks before it left them. Call it before ``trainer.train()``.
+        """
+        callbacks = trainer.callback_handler.callbacks
+        if self in callbacks:
+            callbacks.remove(self)
+        callbacks.insert(0, self)
+        self._is_first = True
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Raise UserError for settings that would do nothing or go wrong."""
+        """Raise UserError for settings that would do nothing or go wrong, and for a state that was lost."""
         found = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])  # accelerate wraps it
         if not isinstance(found, OffloadedAdamW) or self._optimizer not in (None, found):
             raise UserError(
@@ -35,28 +53,22 @@ class TrainerCallback(HfTrainerCallback):
                 "TrainerCallback(optimizer) the same OffloadedAdamW"
             )
         self._optimizer = optimizer = found
-        if not optimizer.release_gradients:
-            return
-        if args.max_grad_norm:
+        refusal = next(
+            _released(args, optimizer) if optimizer.release_gradients else _kept(args, optimizer), ""
+        )
+        if refusal:
+            raise UserError(refusal)
+        if state.global_step and not any(optimizer.counts.values()):
             raise UserError(
-                f"TrainingArguments(max_grad_norm={args.max_grad_norm}) would clip nothing, since released "
-                "gradients have left .grad: set it to 0 and pass max_grad_norm to OffloadedAdamW"
+                f"Trainer goes on at step {state.global_step}, but the checkpoint brought no state of the "
+                "optimizer: resume from one that was saved with save_only_model=False, or train its model "
+                "anew without resume_from_checkpoint"
             )
-        if args.gradient_accumulation_steps != optimizer.micro_batches:
-            raise UserError(
-                f"TrainingArguments(gradient_accumulation_steps={args.gradient_accumulation_steps}) and "
-                f"OffloadedAdamW(micro_batches={optimizer.micro_batches}) differ: set both to the same number"
-            )
-        if args.world_size > 1:
-            raise UserError(
-                f"each of the {args.world_size} processes would train on its own gradients, since released "
-                "ones leave before they are averaged: build OffloadedAdamW with release_gradients=False"
-            )
-        if args.fp16:
-            raise UserError(
-                "TrainingArguments(fp16=True) scales the loss and looks for overflow in .grad, which "
-                "released gradients have left: train in bf16, or build OffloadedAdamW with "
-                "release_gradients=False"
+        if optimizer.release_gradients and args.report_to and not self._is_first:
+            warnings.warn(
+                f"{', '.join(args.report_to)} will show a gradient norm of 0, which is what Trainer finds of "
+                "released gradients: call put_first(trainer) of this TrainerCallback before train()",
+                stacklevel=2,
             )
 
     def on_log(
@@ -69,8 +81,7 @@ class TrainerCallback(HfTrainerCallback):
     ) -> None:
         """Put the number of skipped steps and, of released gradients, the global norm into Trainer's logs.
 
-        Into its history, and into what it shows. Callbacks that were called before this one, such as
-        TensorBoard's, have had Trainer's own norm, which is 0 for released gradients; for others it is true.
+        Into its history, and into what callbacks after this one get: see :meth:`put_first`.
         """
         if logs is None or "loss" not in logs or self._optimizer is None:
             return
@@ -80,6 +91,40 @@ class TrainerCallback(HfTrainerCallback):
         logs.update(known)
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
             state.log_history[-1].update(known)  # Trainer copied the logs before it called us
+
+
+def _released(args: TrainingArguments, optimizer: OffloadedAdamW) -> Iterator[str]:
+    """Why these settings cannot go with gradients that are released."""
+    if args.max_grad_norm:
+        yield (
+            f"TrainingArguments(max_grad_norm={args.max_grad_norm}) would clip nothing, since released "
+            "gradients have left .grad: set it to 0 and pass max_grad_norm to OffloadedAdamW"
+        )
+    if args.gradient_accumulation_steps != optimizer.micro_batches:
+        yield (
+            f"TrainingArguments(gradient_accumulation_steps={args.gradient_accumulation_steps}) and "
+            f"OffloadedAdamW(micro_batches={optimizer.micro_batches}) differ: set both to the same number"
+        )
+    if args.world_size > 1:
+        yield (
+            f"each of the {args.world_size} processes would train on its own gradients, since released "
+            "ones leave before they are averaged: build OffloadedAdamW with release_gradients=False"
+        )
+    if args.fp16:
+        yield (
+            "TrainingArguments(fp16=True) scales the loss and looks for overflow in .grad, which "
+            "released gradients have left: train in bf16, or build OffloadedAdamW with "
+            "release_gradients=False"
+        )
+
+
+def _kept(args: TrainingArguments, optimizer: OffloadedAdamW) -> Iterator[str]:
+    """Why these settings cannot go with gradients that stay in place."""
+    if args.max_grad_norm and optimizer.max_grad_norm:
+        yield (
+            f"TrainingArguments(max_grad_norm={args.max_grad_norm}) and "
+            f"OffloadedAdamW(max_grad_norm={optimizer.max_grad_norm}) would both clip: set one of them to 0"
+        )
 
 
 def _described(optimizer: Any) -> str:

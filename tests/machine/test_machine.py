@@ -38,7 +38,7 @@ def test_presets_hold_less_than_is_printed_on_the_box() -> None:
 
 
 def test_an_unknown_preset_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(UserError, match="no preset machine 'card-9gb'; there are card-8gb, "):
+    with pytest.raises(UserError, match="the machine 'card-9gb' is not known: choose one of card-8gb, "):
         preset("card-9gb")
 
 

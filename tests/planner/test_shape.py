@@ -158,6 +158,12 @@ def test_an_unknown_family_is_answered_with_the_known_ones() -> None:
         ("phi", {"qk_layernorm": True}, "qk_layernorm in config.json of the phi model .* a model without it"),
         ("cohere", {"use_qk_norm": True}, "use_qk_norm in config.json of the cohere model .* without it"),
         ("mixtral", {"num_local_experts": None}, "the mixtral model has no num_local_experts"),
+        ("llama", {"rms_norm_eps": -1}, "rms_norm_eps in config.json must .* between 0 and 1, not -1"),
+        ("qwen3", {"rms_norm_eps": -1e-6}, "rms_norm_eps .* not -1e-06"),
+        ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps .* not nan"),
+        ("gpt2", {"layer_norm_epsilon": 0}, "layer_norm_epsilon .* not 0"),
+        ("phi", {"layer_norm_eps": True}, "layer_norm_eps .* not True"),
+        ("starcoder2", {"norm_epsilon": "1e-5"}, "norm_epsilon .* not '1e-5'"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_config_is_said(name: str, changes: dict, message: str) -> None:

@@ -1,8 +1,10 @@
+import re
+
 import pytest
 import yaml
 
 from headrace.errors import UserError
-from headrace.run.file import dump, read_run_file, validate
+from headrace.run.file import RunFile, dump, read_run_file, section_of, validate
 
 SMALL = {"model": {"path": "m"}, "data": {"train": "d.jsonl"}}
 
@@ -76,15 +78,45 @@ def test_overrides(write):
         ),
         ("model: {path: m}\ndata: {train: d}\noptim: {lr: 1, lr: 2}", r"line 3 .* 'lr' stands twice"),
         ("model: [", r"line 1 is not valid YAML"),
+        ("model:\n\tpath: m", r"line 2 is not valid YAML \(a tab stands where YAML takes spaces\): correct"),
+        ("model:\n  path:\tm\n", r"line 2 is not valid YAML \(a tab stands"),
+        ("model:\n  path: m\n dtype: bf16", r"line 3 .* \(it is indented unlike its neighbours\)"),
+        ("data:\n  - a\n  b: c", r"line 3 .* \(it is indented unlike its neighbours\)"),
+        ("model:\n  path: C: models", r"line 2 .* \(a colon in a value without quotes, or a key indented"),
+        ("model:\n  path: m\n    dtype: bf16", r"line 3 .* or a key indented unlike its neighbours\)"),
         ("- a\n- b", r"holds no sections"),
         ("", r"holds no sections"),
-        ("model: m\ndata: {train: d}", r"model=m"),
+        (
+            "model: m\ndata: {train: d}",
+            r"model=m in .*: it is a section: write its keys below it \(path, dtype, lora\)",
+        ),
     ],
 )
 def test_mistakes_are_one_sentence_with_place_and_fix(write, text, message):
     with pytest.raises(UserError, match=message) as caught:
         read_run_file(write(text))
     assert "\n" not in str(caught.value)
+
+
+def settings(model=RunFile, prefix=""):
+    """Every key that holds a value, with its field."""
+    for name, field in model.model_fields.items():
+        if (section := section_of(field)) is None:
+            yield f"{prefix}{name}", field
+        else:
+            yield from settings(section, f"{prefix}{name}.")
+
+
+@pytest.mark.parametrize("word", ["true", "false", "yes", "off"])
+@pytest.mark.parametrize(("key", "field"), [*settings()], ids=[key for key, _ in settings()])
+def test_true_and_false_are_no_numbers_texts_or_lists(write, key, field, word):
+    path = write(yaml.safe_dump(SMALL))
+    if field.annotation is bool:
+        read_run_file(path, [f"{key}={word}"])
+        return
+    shown = "true" if word in ("true", "yes") else "false"
+    with pytest.raises(UserError, match=rf"^{re.escape(key)}={shown} on the command line: \S"):
+        read_run_file(path, [f"{key}={word}"])
 
 
 @pytest.mark.parametrize(

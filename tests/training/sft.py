@@ -52,15 +52,10 @@ def chats():
     return Dataset.from_dict({"messages": rows})
 
 
-def offloaded(model):
-    return OffloadedAdamW(
-        model.parameters(),
-        **SETTINGS,
-        release_gradients=True,
-        max_grad_norm=CLIP,
-        micro_batches=ACCUMULATION,
-        workers=2,
-    )
+def offloaded(model, release=True):
+    """Clips by itself where it releases gradients; else Trainer has to."""
+    own = {"release_gradients": True, "max_grad_norm": CLIP, "micro_batches": ACCUMULATION} if release else {}
+    return OffloadedAdamW(model.parameters(), **SETTINGS, **own, workers=2)
 
 
 def make_trainer(out, model, optimizer, callbacks, **options):
@@ -91,13 +86,14 @@ def make_trainer(out, model, optimizer, callbacks, **options):
     )
 
 
-def run(out, killed_in=None, resume=False):
+def run(out, release=True, killed_in=None, resume=False):
     """Train in bf16 with a checkpoint every two steps, and save what came out; or die in a backward."""
     torch.set_num_threads(1)
     model = make_model(torch.bfloat16)
-    optimizer = offloaded(model)
-    saving = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
-    trainer = make_trainer(out, model, optimizer, [TrainerCallback(optimizer)], **saving)
+    optimizer = offloaded(model, release)
+    settings = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
+    settings["max_grad_norm"] = 0 if release else CLIP
+    trainer = make_trainer(out, model, optimizer, [TrainerCallback(optimizer)], **settings)
     if killed_in is not None:
         last, backwards = model.model.embed_tokens.weight, []
 

@@ -2,14 +2,18 @@
 
 import copy
 
+import law_one
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer, move_to_device
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from headrace import OffloadedAdamW
 
+ACCUMULATION, CLIP = 2, 0.1
+SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
 BLOCK = 2**16
 SIZES = [(300, 250), (7,), (64, 48)]
 
@@ -113,3 +117,37 @@ def test_torchs_own_adamw_can_load_the_states(trained):
         assert torch.equal(
             reference.state[parameter]["exp_avg"].flatten(), torch.cat(trained.pieces("exp_avg", name))
         )
+
+
+def loop(model, optimizer, clip):
+    """A loop as accelerate's manual has it, over accumulated micro-batches, the last step of one alone."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATION)
+    generator = torch.Generator().manual_seed(1)
+    rows = TensorDataset(torch.randn(20, 16, generator=generator), torch.randn(20, 1, generator=generator))
+    model, prepared, batches = accelerator.prepare(model, optimizer, DataLoader(rows, batch_size=4))
+    for x, y in batches:
+        with accelerator.accumulate(model):
+            accelerator.backward(nn.functional.mse_loss(model(x), y))
+            if accelerator.sync_gradients and clip:
+                accelerator.clip_grad_norm_(model.parameters(), clip)
+            prepared.step()
+            prepared.zero_grad()
+
+
+@pytest.mark.parametrize("release", [True, False])
+def test_a_loop_of_accelerate_trains_to_the_bits_of_torchs_adamw(release):
+    """Whether accelerate clips what is in place, or the optimizer clips what it was given."""
+    torch.manual_seed(0)
+    ours = nn.Sequential(nn.Linear(16, 48), nn.GELU(), nn.Linear(48, 1))
+    theirs = copy.deepcopy(ours)
+    own = {"release_gradients": True, "max_grad_norm": CLIP, "micro_batches": ACCUMULATION} if release else {}
+    optimizer = OffloadedAdamW(ours.parameters(), **SETTINGS, **own, workers=2)
+    loop(ours, optimizer, 0 if release else CLIP)
+    if release:
+        loop(theirs, law_one.clipping_adamw(theirs.parameters(), CLIP, **SETTINGS), 0)
+    else:
+        loop(theirs, torch.optim.AdamW(theirs.parameters(), **SETTINGS, fused=True), CLIP)
+    assert optimizer.ledger.steps == 3 and (optimizer.norm.value > CLIP) == release, "clipping must act"
+    for one, two in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(one, two)
+    optimizer.close()

@@ -5,12 +5,15 @@ import copy
 import law_one
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from headrace import OffloadedAdamW, TrainerCallback
 from headrace.errors import UserError
 
 STEPS, CLIP = 4, 0.5
+STEPS_OF = {1: STEPS, 2: STEPS, 3: 8}
+"""Accumulation -> steps: of three micro-batches each, the seventh step ends the epoch with two."""
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
 
 
@@ -38,18 +41,16 @@ def make_model():
 def run_trainer(data, tmp_path):
     """Trains with Trainer and an optimizer; returns the logs of its steps."""
 
-    def run(model, optimizer, *, clip, callbacks=(), accumulate=2, resume=None, name="out", **options):
+    def run(model, optimizer, *, clip, callbacks=(), accumulate=2, resume=None, prepare=None, **options):
         arguments = TrainingArguments(
-            str(tmp_path / name),
-            max_steps=STEPS,
+            str(tmp_path / "out"),
             per_device_train_batch_size=2,
             gradient_accumulation_steps=accumulate,
             max_grad_norm=clip,
             lr_scheduler_type="linear",
             warmup_steps=1,
             logging_steps=1,
-            **{"save_strategy": "no", **options},
-            report_to=[],
+            **{"max_steps": STEPS, "save_strategy": "no", "report_to": [], **options},
             use_cpu=True,
             disable_tqdm=True,
             seed=1,
@@ -57,6 +58,8 @@ def run_trainer(data, tmp_path):
         trainer = Trainer(
             model, arguments, train_dataset=data, optimizers=(optimizer, None), callbacks=[*callbacks]
         )
+        if prepare is not None:
+            prepare(trainer)
         trainer.train(resume_from_checkpoint=resume)
         if isinstance(optimizer, OffloadedAdamW):
             optimizer.close()
@@ -79,28 +82,31 @@ def assert_same(one, two):
         assert torch.equal(a, b), name
 
 
-def test_with_gradients_in_place_trainer_clips_and_the_bits_are_torchs(make_model, run_trainer):
+@pytest.mark.parametrize("accumulate", STEPS_OF)
+def test_with_gradients_in_place_trainer_clips_and_the_bits_are_torchs(make_model, run_trainer, accumulate):
     ours, theirs = make_model(), make_model()
     optimizer = offloaded(ours)
-    logs = run_trainer(ours, optimizer, clip=CLIP, callbacks=[TrainerCallback(optimizer)])
+    length = {"clip": CLIP, "accumulate": accumulate, "max_steps": STEPS_OF[accumulate]}
+    logs = run_trainer(ours, optimizer, callbacks=[TrainerCallback(optimizer)], **length)
     reference = torch.optim.AdamW(theirs.parameters(), **SETTINGS, fused=True)
-    expected = run_trainer(theirs, reference, clip=CLIP)
+    expected = run_trainer(theirs, reference, **length)
     assert_same(ours, theirs)
     for key in ("loss", "learning_rate", "grad_norm"):
         assert [log[key] for log in logs] == [log[key] for log in expected], key
     assert all(log["grad_norm"] > CLIP for log in expected), "clipping must act"
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", STEPS_OF)
 @pytest.mark.parametrize("release", [True, False])
 def test_given_the_same_coefficient_the_bits_are_torchs(make_model, run_trainer, accumulate, release):
     """The optimizer clips by law 1's norm, and so does the reference."""
     ours, theirs = make_model(), make_model()
     optimizer = offloaded(ours, release_gradients=release, max_grad_norm=CLIP, micro_batches=accumulate)
     callbacks = [TrainerCallback(optimizer)]
-    logs = run_trainer(ours, optimizer, clip=0, callbacks=callbacks, accumulate=accumulate)
+    length = {"clip": 0, "accumulate": accumulate, "max_steps": STEPS_OF[accumulate]}
+    logs = run_trainer(ours, optimizer, callbacks=callbacks, **length)
     reference = law_one.clipping_adamw(theirs.parameters(), CLIP, **SETTINGS)
-    expected = run_trainer(theirs, reference, clip=0, accumulate=accumulate)
+    expected = run_trainer(theirs, reference, **length)
     assert_same(ours, theirs)
     assert [log["loss"] for log in logs] == [log["loss"] for log in expected]
     assert optimizer.norm.value > CLIP, "clipping must act"
@@ -133,6 +139,18 @@ def test_clipping_by_trainer_is_refused_when_it_would_clip_nothing(make_model, r
     )
     with pytest.raises(UserError, match=sentence):
         run_trainer(model, optimizer, clip=1.0, callbacks=callbacks)
+    assert_same(model, make_model())
+    optimizer.close()
+
+
+def test_two_who_clip_are_refused(make_model, run_trainer):
+    model = make_model()
+    optimizer = offloaded(model, max_grad_norm=CLIP)
+    sentence = (
+        r"max_grad_norm=1\.0\) and OffloadedAdamW\(max_grad_norm=0\.5\) would both clip: set one .* to 0"
+    )
+    with pytest.raises(UserError, match=sentence):
+        run_trainer(model, optimizer, clip=1.0, callbacks=[TrainerCallback(optimizer)])
     assert_same(model, make_model())
     optimizer.close()
 
@@ -171,3 +189,62 @@ def test_trainers_own_checkpoints_keep_moments_and_master_weights(make_model, ru
         logs = run_trainer(model, optimizer, clip=0, callbacks=callbacks, resume=resume, **saving)
         assert len(logs) == STEPS
     assert_same(again, whole)
+
+
+@pytest.mark.parametrize("release", [True, False])
+def test_a_state_that_the_checkpoint_lacks_is_missed(make_model, run_trainer, tmp_path, release):
+    """Trainer itself would go on with new moments and without a word."""
+    saving = {"save_strategy": "steps", "save_steps": 2, "save_only_model": True, "accumulate": 1}
+    first = offloaded(model := make_model(), release_gradients=release)
+    run_trainer(model, first, clip=0, **saving)
+    second = offloaded(model := make_model(), release_gradients=release)
+    with pytest.raises(
+        UserError, match=r"goes on at step 2, .* no state of the optimizer: .*save_only_model"
+    ):
+        run_trainer(
+            model,
+            second,
+            clip=0,
+            callbacks=[TrainerCallback(second)],
+            resume=str(tmp_path / "out" / "checkpoint-2"),
+            **saving,
+        )
+    second.close()
+
+
+def shown_norms(folder):
+    """The gradient norms that TensorBoard shows, by step."""
+    accumulator = EventAccumulator(str(folder))
+    accumulator.Reload()
+    return [event.value for event in accumulator.Scalars("train/grad_norm")]
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_tensorboard_shows_the_true_norm_where_the_callback_is_first(
+    make_model, run_trainer, tmp_path, monkeypatch, given
+):
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "shown"))
+    optimizer, callbacks = released(model := make_model())
+    logs = run_trainer(
+        model,
+        optimizer,
+        clip=0,
+        callbacks=callbacks if given else [],
+        prepare=callbacks[0].put_first,
+        report_to=["tensorboard"],
+    )
+    norms = [log["grad_norm"] for log in logs]
+    assert shown_norms(tmp_path / "shown") == pytest.approx(norms, rel=1e-6, abs=0), "it keeps fp32"
+    assert min(norms) > CLIP and norms[-1] == optimizer.norm.value
+    assert [log["skipped_steps"] for log in logs] == [0] * STEPS, "called once"
+
+
+def test_a_norm_that_tensorboard_would_not_show_is_missed(make_model, run_trainer, tmp_path, monkeypatch):
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "shown"))
+    optimizer, callbacks = released(model := make_model())
+    with pytest.warns(
+        UserWarning, match=r"tensorboard will show a gradient norm of 0, .*put_first\(trainer\)"
+    ):
+        logs = run_trainer(model, optimizer, clip=0, callbacks=callbacks, report_to=["tensorboard"])
+    assert shown_norms(tmp_path / "shown") == [0.0] * STEPS
+    assert all(log["grad_norm"] > CLIP for log in logs), "Trainer's own history has it all the same"
