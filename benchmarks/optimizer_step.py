@@ -28,10 +28,11 @@ from headrace.lanes.workers import Share  # noqa: E402
 from headrace.ledger import Ledger  # noqa: E402
 from headrace.memory.budget import Budget  # noqa: E402
 from headrace.memory.pool import HostPool  # noqa: E402
-from headrace.optim.kernel import BucketTensors, Hyper, adamw, share  # noqa: E402
+from headrace.optim.kernel import Hyper, adamw, share  # noqa: E402
 from headrace.optim.layout import Bucket, Parameter, cut  # noqa: E402
 from headrace.optim.offloaded import BUCKET  # noqa: E402
 from headrace.optim.policies.sync import Sync  # noqa: E402
+from headrace.optim.states import RamStates  # noqa: E402
 from headrace.optim.store import HostStore  # noqa: E402
 from headrace.schedule.action import Action, Kind, bucket  # noqa: E402
 
@@ -86,23 +87,25 @@ def stream(numel: int, threads: int) -> Callable[[], None]:
     return partial(on_the_lane, lanes, part)
 
 
-def on_the_lane(lanes: Lanes, part: Share) -> None:
-    """Run a share of the work on every worker of the cpu lane, as the optimizer does."""
+def on_the_lane(lanes: Lanes, *parts: Share) -> None:
+    """Run shares of the work on every worker of the cpu lane, one after the other, as the optimizer does."""
 
-    def execute() -> int:
+    def execute(part: Share) -> int:
         lanes.workers.run(part)
         return 0
 
-    lanes.wait(lanes.submit(Action(Kind.UPDATE, unit=bucket(0)), execute))
+    actions = (Action(Kind.UPDATE, unit=bucket(index)) for index in range(len(parts)))
+    events = [lanes.submit(a, partial(execute, part)) for a, part in zip(actions, parts, strict=True)]
+    for event in events:
+        lanes.wait(event)
 
 
 def headrace(numel: int, threads: int, coefficient: float) -> Callable[[], None]:
     """The kernel over the buckets of a bf16 parameter, in the host buffers and on the workers of a run."""
     layout = cut([Parameter("weight", numel, 0, "bf16")], BUCKET)
     pool = HostPool(Budget("ram", None, Ledger(), "memory.host"))
-    store = HostStore(
-        layout, Sync().tables, pool, capacity=BUCKET, summed=False, landing=False, workers=threads
-    )
+    states = RamStates(layout, Sync().tables, pool)
+    store = HostStore(layout, states, pool, capacity=BUCKET, summed=False, landing=False, workers=threads)
     lanes = Lanes(torch.device("cpu"), Ledger(), threads)
     steps, hyper = itertools.count(1), Hyper(1e-3, 0.9, 0.999, 1e-8, 1e-2)
     for each in layout.buckets:
@@ -110,14 +113,12 @@ def headrace(numel: int, threads: int, coefficient: float) -> Callable[[], None]
 
     def execute() -> None:
         counts = {0: torch.tensor(float(next(steps)))}
-        for each in layout.buckets:
-            tensors = store.bucket(each)
 
-            def part(worker: int, each: Bucket = each, tensors: BucketTensors = tensors) -> None:
-                span = share(each.size, worker, threads)
-                adamw(each, tensors, span, counts, hyper, coefficient, store.chunks[worker])
+        def part(each: Bucket, worker: int) -> None:
+            span = share(each.size, worker, threads)
+            adamw(each, store.bucket(each), span, counts, hyper, coefficient, store.chunks[worker])
 
-            on_the_lane(lanes, part)
+        on_the_lane(lanes, *(partial(part, each) for each in layout.buckets))
 
     return execute
 

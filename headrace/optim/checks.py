@@ -19,7 +19,7 @@ from headrace.optim.policies.base import Policy
 from headrace.optim.store import NAMES
 
 MOST_WORKERS = 1024
-"""More threads than any machine has cores for; each takes 0.75 MiB of scratch."""
+"""More threads than any machine has cores for; each takes 0.63 MiB of scratch."""
 
 HYPERS = ("lr", "betas", "eps", "weight_decay")
 """What a param group must hold."""

@@ -12,8 +12,8 @@ from torch import Tensor
 from headrace.optim.layout import ALIGN, BLOCK, Bucket, Segment
 from headrace.optim.loops import LOOPS
 
-CHUNK = 2**16
-"""Elements of a chunk: its weights, moments and fp32 gradient (1 MiB) stay in a core's cache meanwhile."""
+CHUNK = 2**15
+"""Elements of a chunk: its weights, moments and fp32 gradient (512 KiB) stay in a core's cache meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)

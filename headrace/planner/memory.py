@@ -21,7 +21,7 @@ MIB = 2**20
 STATE = 3 * 4
 """Bytes of a parameter's optimizer state: master weight and two moments in fp32."""
 
-KERNEL_SCRATCH = 2**16 * 4
+KERNEL_SCRATCH = 2**15 * 4
 """Bytes of one worker's chunk of gradients in fp32 (optim.kernel.CHUNK elements)."""
 
 NORM_SCRATCH = 2**16 * 8

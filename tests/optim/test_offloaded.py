@@ -389,6 +389,6 @@ def test_host_bytes_are_exact(micro_batches):
     peaks = optimizer.ledger.peaks["ram"]
     assert peaks["states"] == 12 * padded
     assert peaks["gradients"] == 2 * micro_batches * padded
-    assert peaks["buffers"] == staging + 2 * (2**16 * 4 + 2**16 * 8)
+    assert peaks["buffers"] == staging + 2 * (2**15 * 4 + 2**16 * 8)
     optimizer.close()
     assert optimizer.host.held == 0
