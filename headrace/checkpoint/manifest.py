@@ -61,11 +61,19 @@ class Environment:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The step, the files and the environment of one checkpoint."""
+    """The step, the files and the environment of one checkpoint.
+
+    Attributes:
+        step: optimizer steps that were done.
+        files: read as a whole, with the SHA-256 of their bytes.
+        environment: what a bit-equal continuation needs.
+        blocks: files of a disk store, with the SHA-256 of their headers, which hold checksums of the rest.
+    """
 
     step: int
     files: tuple[FileRecord, ...]
     environment: Environment
+    blocks: tuple[FileRecord, ...] = ()
 
     def write(self, directory: Path) -> None:
         """Write ``manifest.json``, sealed by a checksum over its own content."""
@@ -85,8 +93,8 @@ class Manifest:
                 f"{path} has format {body['format']}, headrace {__version__} reads {FORMAT}: "
                 "go on with the version that wrote it"
             )
-        files = tuple(FileRecord(**record) for record in body["files"])
-        return cls(body["step"], files, Environment(**body["environment"]))
+        files, blocks = (tuple(FileRecord(**r) for r in body.get(key, ())) for key in ("files", "blocks"))
+        return cls(body["step"], files, Environment(**body["environment"]), blocks)
 
 
 def write_durably(path: Path, text: str) -> FileRecord:

@@ -4,6 +4,7 @@ import json
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,10 +12,12 @@ from torch import Tensor
 
 from headrace.checkpoint.directory import checkpoint_path, list_checkpoints, set_aside
 from headrace.checkpoint.manifest import DamagedCheckpoint, Environment, Manifest
-from headrace.errors import UserError
-from headrace.memory.tensorfile import Entry, TensorFile, sha256_of
+from headrace.checkpoint.tables import BlockFiles, SavedTables, TableFiles
+from headrace.errors import RunStopped, UserError
+from headrace.memory.blocks import Watch
+from headrace.memory.parts import sealed, verify
+from headrace.memory.tensorfile import Entry, sha256_of
 
-_SUFFIX = ".safetensors"
 _SHOWN = 5  # faults of a table that an error lists
 
 
@@ -40,25 +43,31 @@ class Checkpoint:
     @property
     def tables(self) -> list[str]:
         """Names of the saved tables."""
-        names = (record.name for record in self.manifest.files)
-        return [name.removesuffix(_SUFFIX) for name in names if name.endswith(_SUFFIX)]
+        return self._saved.tables()
 
     def names(self, table: str) -> list[str]:
         """Parameter names in ``table``."""
-        with self._open(table) as file:
-            return list(file.entries)
+        return list(self._saved.forms(table))
 
     def read_into(self, table: str, name: str, pieces: Iterable[Tensor]) -> None:
         """Fill 1-D contiguous tensors, in order, with the elements of one parameter, cast to their dtype."""
-        with self._open(table) as file:
-            if name not in file.entries:
-                raise UserError(f"{file.path} holds no {name}; it is of another model")
-            file.read_into(name, pieces)
+        start = 0
+        for piece in pieces:
+            self._saved.read(table, name, start, piece)
+            start += piece.numel()
 
-    def restore(self, tables: Mapping[str, Sequence[Entry]]) -> None:
-        """Fill the pieces of the entries: the inverse of ``save_checkpoint`` with the same tables.
+    def fill(self, table: str, name: str, start: int, stop: int, target: Tensor) -> None:
+        """Put elements ``start:stop`` of one parameter into a 1-D contiguous tensor, cast to its dtype."""
+        assert target.numel() == stop - start, (name, start, stop, target.numel())
+        self._saved.read(table, name, start, target)
 
-        Nothing is read before all names, shapes and dtypes fit. Takes no memory beside the pieces.
+    @property
+    def blocks(self) -> list[Path]:
+        """Files of a disk store that hold the states, if they come from one."""
+        return self._saved.files if isinstance(self._saved, BlockFiles) else []
+
+    def check(self, tables: Mapping[str, Sequence[Entry]]) -> None:
+        """Make sure that the checkpoint holds these tables and parameters, in these forms, and no others.
 
         Raises UserError naming tables and parameters that are missing, left over, or of another form.
         """
@@ -69,25 +78,24 @@ class Checkpoint:
             )
         for table, entries in tables.items():
             self._check(table, entries)
-        for table, entries in tables.items():
-            with self._open(table) as file:
-                for entry in entries:
-                    file.read_into(entry.name, entry.pieces())
 
-    def _open(self, table: str) -> TensorFile:
-        return TensorFile(self.path / f"{table}{_SUFFIX}")
+    @cached_property
+    def _saved(self) -> SavedTables:
+        if self.manifest.blocks:
+            return BlockFiles(self.path, [record.name for record in self.manifest.blocks])
+        return TableFiles(self.path, [record.name for record in self.manifest.files])
 
     def _check(self, table: str, entries: Sequence[Entry]) -> None:
-        with self._open(table) as file:
-            held = {name: f"{info.dtype} {info.shape}" for name, info in file.entries.items()}
-        wanted = {entry.name: f"{entry.dtype} {entry.shape}" for entry in entries}
+        held = self._saved.forms(table)
+        wanted = {entry.name: self._saved.form(entry) for entry in entries}
         faults = [f"{name} is missing" for name in wanted.keys() - held.keys()]
         faults += [f"{name} is not in the model" for name in held.keys() - wanted.keys()]
         both = held.keys() & wanted.keys()
         faults += [f"{n} is {held[n]}, not {wanted[n]}" for n in both if held[n] != wanted[n]]
         if faults:
             shown = [*sorted(faults)[:_SHOWN], *([f"{len(faults) - _SHOWN} more"] if faults[_SHOWN:] else [])]
-            raise UserError(f"{file.path} is of another model ({'; '.join(shown)}): go on with its own")
+            place = self._saved.place(table)
+            raise UserError(f"{place} is of another model ({'; '.join(shown)}): go on with its own")
 
 
 def choose_checkpoint(
@@ -153,7 +161,21 @@ def open_checkpoint(path: Path) -> Checkpoint:
     for record in manifest.files:
         if _sha256(path / record.name) != record.sha256:
             raise DamagedCheckpoint(f"{path / record.name} was altered: it does not fit its checksum")
+    for record in manifest.blocks:
+        _check_blocks(path / record.name, record.sha256)
     return Checkpoint(path, manifest, json.loads((path / "state.json").read_bytes()))
+
+
+def _check_blocks(file: Path, seal: str) -> None:
+    """Its header is sealed by the manifest, and holds a checksum of every block."""
+    try:
+        whole = sealed(file) == seal
+        if whole:
+            verify(file, Watch())
+    except (UserError, RunStopped, OSError) as error:
+        raise DamagedCheckpoint(f"{file} was altered ({error})") from error
+    if not whole:
+        raise DamagedCheckpoint(f"{file} was altered: it does not fit its checksum")
 
 
 def has_all_bytes(path: Path) -> bool:
@@ -181,7 +203,7 @@ def _chosen(run: Path, choice: Literal["auto", "never"] | int) -> Checkpoint | N
 
 
 def _check_sizes(path: Path, manifest: Manifest) -> None:
-    for record in manifest.files:
+    for record in (*manifest.files, *manifest.blocks):
         file = path / record.name
         if not file.is_file():
             raise DamagedCheckpoint(f"{file} is missing")

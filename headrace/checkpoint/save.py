@@ -19,6 +19,7 @@ from headrace.checkpoint.restore import has_all_bytes, open_checkpoint
 from headrace.checkpoint.space import free_bytes, readable
 from headrace.errors import RunStopped
 from headrace.memory.durable import DISK_FULL, sync_directory
+from headrace.memory.parts import sealed
 from headrace.memory.tensorfile import Entry, FileRecord, sha256_of, write_tensors
 
 
@@ -31,6 +32,7 @@ def save_checkpoint(
     environment: Environment,
     keep: int,
     beside: Callable[[Path], None] | None = None,
+    linked: Callable[[Path], Sequence[Path]] | None = None,
 ) -> Path:
     """Write ``run/checkpoint-STEP`` durably, then remove older complete ones beyond ``keep``.
 
@@ -44,6 +46,7 @@ def save_checkpoint(
         keep: complete checkpoints that stay, this one included.
         beside: writes and syncs further files, under other names than those of tables, into the directory
             given.
+        linked: puts files of a disk store there, durably, and returns them; tables are none then.
 
     A complete checkpoint of the same step stands, for a step of a run has one state; a damaged one is set
     aside. Later steps must have been left behind (:func:`headrace.checkpoint.restore.leave_behind`).
@@ -59,9 +62,14 @@ def save_checkpoint(
             if beside is not None:
                 beside(aside)
                 files += _others(aside, files)
-            Manifest(step, tuple(files), environment).write(aside)
+            blocks = [_block_record(path) for path in linked(aside)] if linked is not None else []
+            Manifest(step, tuple(files), environment, tuple(blocks)).write(aside)
     _remove_older(run, step, keep)
     return final
+
+
+def _block_record(path: Path) -> FileRecord:
+    return FileRecord(path.name, path.stat().st_size, sealed(path))
 
 
 def _others(directory: Path, known: Sequence[FileRecord]) -> list[FileRecord]:

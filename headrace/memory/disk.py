@@ -144,6 +144,10 @@ class DiskStore:
         assert name not in self._forms, name
         self._forms[name] = form
 
+    def form(self, name: str) -> Form:
+        """The form of a declared buffer."""
+        return self._forms[name]
+
     def reserve(self, copies: int, purpose: str, what: str) -> None:
         """Claim the space of ``copies`` of every declared buffer, at once on the disk where it can be.
 

@@ -4,6 +4,7 @@ A buffer is a few flat tables of equal length; a part holds elements ``low:high`
 which they are, and a checksum for every block that follows; it is written last.
 """
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -133,6 +134,13 @@ def read_part(path: Path) -> tuple[Part, int]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is not a whole file of blocks ({error}): bring a copy back") from error
     return part, 8 + length
+
+
+def sealed(path: Path) -> str:
+    """SHA-256 of a file's header, which seals all of its blocks."""
+    _, length = read_part(path)
+    with path.open("rb") as file:
+        return hashlib.sha256(file.read(length)).hexdigest()
 
 
 def write_header(file: BlockFile, part: Part) -> None:

@@ -214,6 +214,12 @@ class TensorFile:
             position = stop
         assert position == info.stop, f"{name}: the pieces hold fewer than its {info.numel} elements"
 
+    def read_range(self, name: str, start: int, piece: torch.Tensor) -> None:
+        """Fill one such tensor with elements of ``name`` from element ``start`` on."""
+        info = self.entries[name]
+        assert start + piece.numel() <= info.numel, f"{name} has only {info.numel} elements"
+        self._fill(piece, info.dtype, info.start + start * info.dtype.itemsize)
+
     def _fill(self, piece: torch.Tensor, dtype: torch.dtype, position: int) -> None:
         piece = piece.detach()
         if piece.dtype == dtype and piece.is_cpu:

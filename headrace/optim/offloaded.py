@@ -284,15 +284,14 @@ class OffloadedAdamW(Optimizer):
         states = self._engine.store.states
         return states.save(directory) if isinstance(states, DiskStates) else []
 
-    def restore(self, counts: Mapping[str, int], fill: Fill | None = None) -> None:
-        """Go on from saved states: fill them in, set the counts, round the weights.
-
-        Args:
-            fill: puts every state into its place; None where they are there.
-        """
+    def restore(
+        self, counts: Mapping[str, int], fill: Fill | None = None, files: Sequence[Path] = ()
+    ) -> None:
+        """Go on from saved states: from ``files`` of :meth:`save_states` where they fit, else by ``fill``."""
         self._lifetime.check_usable("restore()")
         self._engine.weights.check_places()
-        if fill is not None:
+        states = self._engine.store.states
+        if not (isinstance(states, DiskStates) and states.adopt(files)) and fill is not None:
             names = self.names
             self._engine.fill(lambda table, index, *rest: fill(table, names[index], *rest))
         self._engine.counts = [counts[name] for name in self._named]

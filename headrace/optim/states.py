@@ -11,8 +11,8 @@ from torch import Tensor
 
 from headrace.lanes.workers import Workers
 from headrace.memory.blocks import ALIGN
-from headrace.memory.disk import DiskStore
-from headrace.memory.parts import Form
+from headrace.memory.disk import SUFFIX, DiskStore
+from headrace.memory.parts import Form, read_part
 from headrace.memory.pool import HostPool
 from headrace.optim.layout import Bucket, Layout
 from headrace.optim.window import Window
@@ -176,6 +176,33 @@ class DiskStates(States):
         """Put every bucket's files into a directory, linked where possible: states as they are now."""
         self.flush()
         return [file for bucket in self._layout.buckets for file in self.disk.link(_name(bucket), directory)]
+
+    def adopt(self, files: Sequence[Path]) -> bool:
+        """Take saved files as the states, linked where possible; false where they are divided otherwise."""
+        found: dict[str, dict[int, Path]] = {}
+        for file in files:
+            name, _, index = file.name.removesuffix(SUFFIX).rpartition(".p")
+            found.setdefault(name, {})[int(index)] = file
+        buckets = self._layout.buckets
+        if not files or not all(self._fits(bucket, found.get(_name(bucket), {})) for bucket in buckets):
+            return False
+        self._drain()
+        for bucket in buckets:
+            for path, file in found[_name(bucket)].items():
+                self.disk.adopt(_name(bucket), path, file)
+            self._known.add(bucket.index)
+            if self.window.place(bucket.index) is not None:
+                self.window.cleaned(bucket.index)
+                self.window.drop(bucket.index)
+        return True
+
+    def _fits(self, bucket: Bucket, parts: dict[int, Path]) -> bool:
+        """Whether files hold a bucket as it is cut here, each on a path that there is."""
+        form = self.disk.form(_name(bucket))
+        found = [read_part(parts[index])[0] for index in sorted(parts)]
+        bounds = [0, *(part.high for part in found)]
+        whole = all(part.form == form and part.low == low for part, low in zip(found, bounds, strict=False))
+        return whole and bounds[-1] == bucket.size and all(index < len(self.disk.paths) for index in parts)
 
     def read(self, bucket: Bucket, path: int, tables: Tables) -> int:
         """Read a bucket's part from a path; returns its bytes."""

@@ -188,8 +188,8 @@ def _check_data(start: Checkpoint, job: Job, accept: bool) -> None:
 
 def _take_up(start: Checkpoint, job: Job) -> None:
     state = start.state
-    start.restore(state_entries(job.optimizer))
-    job.optimizer.restore(state["counts"])
+    start.check(state_entries(job.optimizer))
+    job.optimizer.restore(state["counts"], start.fill, start.blocks)
     job.optimizer.lanes.step = start.step
     job.loop.skipped, job.loop.skipped_in_a_row = state["skipped"]
     _take_over(job.optimizer.ledger, Ledger.from_json(state["ledger"]))

@@ -43,10 +43,18 @@ def save(run, step, keep=1):
     return save_checkpoint(run, step, tables_of(step)[0], state_of(step), environment=ENVIRONMENT, keep=keep)
 
 
+def restore(checkpoint, tables):
+    """Fill the pieces of entries that the checkpoint must fit."""
+    checkpoint.check(tables)
+    for table, entries in tables.items():
+        for entry in entries:
+            checkpoint.read_into(table, entry.name, entry.pieces())
+
+
 def check(checkpoint):
     """The content of a checkpoint is exactly that of its step."""
     wanted, (entries, found) = tables_of(checkpoint.step)[1], tables_of(-1)
-    checkpoint.restore(entries)
+    restore(checkpoint, entries)
     assert checkpoint.state == state_of(checkpoint.step)
     for table, tensors in wanted.items():
         for name, tensor in tensors.items():

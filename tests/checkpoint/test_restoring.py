@@ -160,7 +160,7 @@ def test_missing_left_over_and_reshaped_parameters_are_named(run):
     del shapes["norm.weight"]
     entries, tensors = example.tables_of(-1, shapes)
     with pytest.raises(UserError) as error:
-        find_checkpoint(run).restore(entries)
+        example.restore(find_checkpoint(run), entries)
     assert "embed.weight is torch.float32 (7, 3), not torch.float32 (3, 7); " in str(error.value)
     assert "head.weight is missing; norm.weight is not in the model" in str(error.value)
     assert torch.equal(tensors["master"]["scale"], torch.tensor(-10.0)), "nothing may have been read"
@@ -170,13 +170,13 @@ def test_another_dtype_is_refused(run):
     entries, _ = example.tables_of(-1)
     entries["exp_avg"] = [replace(entry, dtype=torch.bfloat16) for entry in entries["exp_avg"]]
     with pytest.raises(UserError, match=r"exp_avg\.safetensors .*torch\.float32 .*not torch\.bfloat16"):
-        find_checkpoint(run).restore(entries)
+        example.restore(find_checkpoint(run), entries)
 
 
 def test_many_faults_are_counted(run):
     entries, _ = example.tables_of(-1, {f"layer{i}": (1,) for i in range(9)})
     with pytest.raises(UserError, match=r"\(embed\.weight is not in the model; .*; 8 more\)"):
-        find_checkpoint(run).restore(entries)
+        example.restore(find_checkpoint(run), entries)
 
 
 @pytest.mark.parametrize("change", [lambda t: t.pop("exp_avg"), lambda t: t.update(exp_avg_sq=[])])
@@ -184,7 +184,7 @@ def test_tables_must_be_the_same(run, change):
     entries, _ = example.tables_of(-1)
     change(entries)
     with pytest.raises(UserError, match="holds the tables exp_avg, master, wanted are"):
-        find_checkpoint(run).restore(entries)
+        example.restore(find_checkpoint(run), entries)
 
 
 def test_resuming_takes_no_memory_beside_the_pieces(tmp_path, peak_memory):
@@ -192,5 +192,5 @@ def test_resuming_takes_no_memory_beside_the_pieces(tmp_path, peak_memory):
     tables = {"master": [Entry("weight", torch.float32, (2**24,), lambda: tensor.split(2**18))]}
     save_checkpoint(tmp_path, 1, tables, {}, environment=example.ENVIRONMENT, keep=1)
     tensor.zero_()
-    assert peak_memory(lambda: find_checkpoint(tmp_path).restore(tables)) < 8 << 20
+    assert peak_memory(lambda: example.restore(find_checkpoint(tmp_path), tables)) < 8 << 20
     assert torch.equal(tensor, torch.ones(2**24))
