@@ -29,12 +29,12 @@ from headrace.ledger import Ledger  # noqa: E402
 from headrace.memory.budget import Budget  # noqa: E402
 from headrace.memory.pool import HostPool  # noqa: E402
 from headrace.optim.kernel import Hyper, adamw, share  # noqa: E402
-from headrace.optim.layout import Bucket, Parameter, cut  # noqa: E402
 from headrace.optim.offloaded import BUCKET  # noqa: E402
 from headrace.optim.policies.sync import Sync  # noqa: E402
 from headrace.optim.states import RamStates  # noqa: E402
 from headrace.optim.store import HostStore  # noqa: E402
 from headrace.schedule.action import Action, Kind, bucket  # noqa: E402
+from headrace.schedule.layout import Bucket, Parameter, cut  # noqa: E402
 
 CLIP = 0.37
 """A clip coefficient; multiplying by it is part of the work where a row says so."""

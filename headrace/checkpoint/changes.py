@@ -10,6 +10,7 @@ FREE = (
     "train.steps",
     "train.epochs",
     "update.bucket",
+    "update.window",
     "threads.update",
     "report",
     "checkpoint",
@@ -18,7 +19,8 @@ FREE = (
 )
 """Keys, and sections with all their keys, that may change when a run goes on; its directory may be moved.
 
-Buckets and the update's threads change no bit: sums and pieces are cut at fixed places of each tensor.
+Buckets, places of states and the update's threads change no bit: sums and pieces are cut at fixed places of
+each tensor.
 """
 
 _ABSENT = object()

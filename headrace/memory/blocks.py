@@ -111,12 +111,12 @@ class BlockFile:
         flags = (os.O_RDWR | os.O_CREAT if writing else os.O_RDONLY) | getattr(os, "O_BINARY", 0)
         self.direct = bool(_DIRECT)
         try:
-            self._descriptor = os.open(path, flags | _DIRECT, 0o600)
+            self._descriptor = os.open(path, flags | _DIRECT, 0o666)
         except OSError as error:
             if not _DIRECT or error.errno not in _REFUSED:
                 raise
             self.direct = False
-            self._descriptor = os.open(path, flags, 0o600)
+            self._descriptor = os.open(path, flags, 0o666)
 
     def __enter__(self) -> "BlockFile":
         return self

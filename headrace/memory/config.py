@@ -1,10 +1,18 @@
 """Budgets of the memory tiers, and what lives in which."""
 
+from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from headrace.config import Config, Size
+
+
+class DiskConfig(Config):
+    """A directory that serves as memory, for one run at a time; faster ones take more."""
+
+    path: str = Field(description="a directory, created if missing, on a local disk")
+    size: Size | Literal["auto"] = Field("auto", description="budget of it; auto: what is free there")
 
 
 class MemoryConfig(Config):
@@ -16,7 +24,23 @@ class MemoryConfig(Config):
     )
     host: Size | Literal["auto"] = Field("auto", description="budget of RAM")
     weights: Literal["device"] = Field("device", description="where the working weights live")
-    states: Literal["host"] = Field("host", description="where master weights and moments live")
+    disk: list[DiskConfig] = Field(
+        default_factory=list,
+        description="directories for what lives on the disk, each {path, size}; faster ones take more, and "
+        "size: auto is what is free there",
+    )
+    states: Literal["host", "disk"] = Field("host", description="where master weights and moments live")
     activations: Literal["keep", "recompute"] = Field(
         "recompute", description="keep what backward needs, or recompute each layer"
     )
+
+    @model_validator(mode="after")
+    def _disk_for_what_lives_there(self) -> "MemoryConfig":
+        if self.states == "disk" and not self.disk:
+            raise ValueError("memory.states=disk needs a place: set memory.disk=[{path: a directory}]")
+        if self.disk and self.states != "disk":
+            raise ValueError("memory.disk has no effect, since nothing lives there: set memory.states=disk")
+        places = [Path(disk.path).expanduser().absolute() for disk in self.disk]
+        if twice := next((place for place in places if places.count(place) > 1), None):
+            raise ValueError(f"memory.disk names {twice} twice: name it once")
+        return self

@@ -11,22 +11,19 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 
 from torch import Tensor
 
 from headrace.config import format_size, parse_size
 from headrace.errors import RunStopped, UserError, reason
+from headrace.machine.paths import split
 from headrace.memory.blocks import GO_ON, Block, BlockFile, Watch, allocate
 from headrace.memory.budget import Budget
 from headrace.memory.disk_speed import measure
 from headrace.memory.durable import DISK_FULL, sync_directory
 from headrace.memory.lock import DirectoryLock
 from headrace.memory.parts import Form, Part, read_part, write_header
-
-UNIT = 2**16
-"""Elements; parts begin at multiples of it, so that they begin on whole blocks of the disk in any dtype."""
 
 SUFFIX = ".safetensors"
 _RESERVE = "reserved-space"
@@ -54,14 +51,10 @@ def disk_paths(given: Mapping[str, int | str | None] | Sequence[DiskPath]) -> li
     return [DiskPath(Path(p), None if size is None else parse_size(size)) for p, size in given.items()]
 
 
-def split(numel: int, speeds: Sequence[float]) -> list[tuple[int, int]]:
-    """Divide ``numel`` elements in proportion to speeds, in whole units: (low, high) for each path."""
-    units = -(-numel // UNIT)
-    total, passed, bounds = sum(speeds), 0.0, [0]
-    for speed in speeds:
-        passed += speed
-        bounds.append(round(units * passed / total))
-    return [(min(numel, low * UNIT), min(numel, high * UNIT)) for low, high in pairwise(bounds)]
+def device_of(path: Path) -> int:
+    """The file system of a path, or of the nearest parent that exists: links work within one."""
+    places = (path.absolute(), *path.absolute().parents)
+    return next(place for place in places if place.exists()).stat().st_dev
 
 
 def _speed(path: Path) -> float:
@@ -122,9 +115,10 @@ class DiskStore:
         self.watch = watch or Watch()
         self.speeds = [1.0] * len(paths)
         self._budget = budget
-        self._purpose = "states"
+        self._booked = ("states", 0)
         self._prefix = f"headrace-r{rank}-"
         self._forms: dict[str, Form] = {}
+        self._numbers: dict[str, int] = {}
         self._parts: dict[tuple[str, int], Part] = {}
         self._reserved = [0] * len(paths)
         self._resources = ExitStack()
@@ -142,6 +136,7 @@ class DiskStore:
     def declare(self, name: str, form: Form) -> None:
         """Announce a buffer; it has no content yet."""
         assert name not in self._forms, name
+        self._numbers[name] = len(self._forms)
         self._forms[name] = form
 
     def form(self, name: str) -> Form:
@@ -150,6 +145,8 @@ class DiskStore:
 
     def reserve(self, copies: int, purpose: str, what: str) -> None:
         """Claim the space of ``copies`` of every declared buffer, at once on the disk where it can be.
+
+        The budget counts the living ones; the others are links that checkpoints hold.
 
         Raises:
             UserError: a budget or a disk has no room for its share.
@@ -167,8 +164,9 @@ class DiskStore:
                     f"{what} needs {format_size(nbytes)} in {path.path}, where {format_size(free)} are free: "
                     "make room, or name another path in memory.disk"
                 )
-        self._budget.reserve(purpose, sum(wanted), what)
-        self._purpose, self._reserved = purpose, wanted
+        living = sum(form.nbytes for form in self._forms.values())
+        self._budget.reserve(purpose, living, what)
+        self._booked, self._reserved = (purpose, living), wanted
         self.top_up(())
 
     def top_up(self, checkpoints: Iterable[Path]) -> None:
@@ -184,8 +182,7 @@ class DiskStore:
 
     def writing(self, name: str, index: int, tables: Mapping[str, Tensor]) -> Transfer | None:
         """Begin to write a buffer's part on path ``index``; None where the path takes none of it."""
-        form = self._forms[name]
-        part = Part(form, *split(form.numel, self.speeds)[index])
+        part = self._part(name, index)
         file = self._file(name, index)
         self._parts.pop((name, index), None)
         if part.low == part.high:
@@ -254,14 +251,19 @@ class DiskStore:
         """Remove this rank's files and give the paths free."""
         for path in self.paths:
             self._clean(path.path)
-        self._budget.release(self._purpose, sum(self._reserved))
+        self._budget.release(*self._booked)
         self._reserved = [0] * len(self.paths)
         self._resources.close()
 
     def _share(self, index: int) -> int:
         """Bytes of all buffers' files on a path."""
-        parts = (Part(form, *split(form.numel, self.speeds)[index]) for form in self._forms.values())
+        parts = (self._part(name, index) for name in self._forms)
         return sum(part.file_bytes for part in parts if part.low < part.high)
+
+    def _part(self, name: str, index: int) -> Part:
+        """What path ``index`` takes of a buffer when it is written next."""
+        form = self._forms[name]
+        return Part(form, *split(form.numel, self.speeds, self._numbers[name])[index])
 
     def _file(self, name: str, index: int) -> Path:
         return self.paths[index].path / f"{self._prefix}{name}{SUFFIX}"

@@ -13,11 +13,11 @@ from headrace.memory.disk import DiskPath, DiskStore
 from headrace.memory.pool import HostPool
 from headrace.optim.checks import device_of
 from headrace.optim.engine import Engine
-from headrace.optim.layout import Layout, Parameter, cut
 from headrace.optim.policies.base import Policy
 from headrace.optim.states import DiskStates, RamStates, States
 from headrace.optim.store import NAMES, HostStore
 from headrace.optim.weights import WorkingWeights
+from headrace.schedule.layout import Layout, Parameter, cut
 
 
 def build_engine(

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from headrace.optim.layout import Layout
+from headrace.schedule.layout import Layout
 
 
 class Arrived:

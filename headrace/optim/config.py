@@ -1,6 +1,6 @@
 """Settings of the optimizer and of its learning-rate schedule."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -50,3 +50,7 @@ class UpdateConfig(Config):
 
     policy: Literal["sync"] = Field("sync", description="sync: every step waits for its own update")
     bucket: int = Field(2**24, ge=2**16, multiple_of=2**16, description="elements of a bucket")
+    window: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        "auto",
+        description="memory.states=disk only: buckets of states in RAM at once; auto: as many as fit",
+    )

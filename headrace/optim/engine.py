@@ -13,7 +13,6 @@ from headrace.lanes.lanes import Event, Lanes
 from headrace.memory.budget import Budget
 from headrace.optim.collect import Collector
 from headrace.optim.kernel import CHUNK, Hyper
-from headrace.optim.layout import Bucket
 from headrace.optim.norm import NO_NORM, Norm, NormSums
 from headrace.optim.policies.base import Emission, Executor, Policy
 from headrace.optim.states import DiskStates, Tables
@@ -22,6 +21,7 @@ from headrace.optim.streaming import Streaming
 from headrace.optim.weights import WorkingWeights, changed_elements
 from headrace.optim.work import EXECUTORS
 from headrace.schedule.action import Action, Kind, StepShape
+from headrace.schedule.layout import Bucket
 
 IN_FLIGHT = 2
 """Buckets of gradients that may be on their way down before backward waits; bounds device memory."""

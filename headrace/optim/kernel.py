@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headrace.optim.layout import ALIGN, BLOCK, Bucket, Segment
 from headrace.optim.loops import LOOPS
+from headrace.schedule.layout import ALIGN, BLOCK, Bucket, Segment
 
 CHUNK = 2**15
 """Elements of a chunk: its weights, moments and fp32 gradient (512 KiB) stay in a core's cache meanwhile."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from headrace.optim import kernel
-from headrace.optim.layout import Layout, Segment
+from headrace.schedule.layout import Layout, Segment
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,8 +35,8 @@ from headrace.optim.norm import NO_NORM, Norm
 from headrace.optim.policies.base import Policy
 from headrace.optim.policies.sync import Sync
 from headrace.optim.saved import MASTER, HostStates, check_entry, check_saved, entries, fill, joined
-from headrace.optim.states import DiskStates, Fill
-from headrace.optim.window import WINDOW
+from headrace.optim.states import DiskStates, Files, Fill
+from headrace.schedule.window import WINDOW
 
 BUCKET = 2**24
 """Default elements of a bucket: 32 MiB of bf16 gradients on a link."""
@@ -278,20 +278,22 @@ class OffloadedAdamW(Optimizer):
         return self._engine.pieces(table, self._index[name])
 
     def save_states(self, directory: Path) -> list[Path]:
-        """Put states on the disk into a directory, durably: linked where possible, else copied."""
+        """Put states on the disk into a directory, durably: linked where possible."""
         self._lifetime.check_open("save_states()")
         self._follow_weights()
-        states = self._engine.store.states
-        return states.save(directory) if isinstance(states, DiskStates) else []
+        return self.on_disk.save(directory) if self.on_disk else []
 
-    def restore(
-        self, counts: Mapping[str, int], fill: Fill | None = None, files: Sequence[Path] = ()
-    ) -> None:
+    @property
+    def on_disk(self) -> DiskStates | None:
+        """The states, where they live on the disk."""
+        states = self._engine.store.states
+        return states if isinstance(states, DiskStates) else None
+
+    def restore(self, counts: Mapping[str, int], fill: Fill | None = None, files: Files = ()) -> None:
         """Go on from saved states: from ``files`` of :meth:`save_states` where they fit, else by ``fill``."""
         self._lifetime.check_usable("restore()")
         self._engine.weights.check_places()
-        states = self._engine.store.states
-        if not (isinstance(states, DiskStates) and states.adopt(files)) and fill is not None:
+        if not (self.on_disk and self.on_disk.adopt(files)) and fill is not None:
             names = self.names
             self._engine.fill(lambda table, index, *rest: fill(table, names[index], *rest))
         self._engine.counts = [counts[name] for name in self._named]

@@ -14,14 +14,17 @@ from headrace.memory.blocks import ALIGN
 from headrace.memory.disk import SUFFIX, DiskStore
 from headrace.memory.parts import Form, read_part
 from headrace.memory.pool import HostPool
-from headrace.optim.layout import Bucket, Layout
-from headrace.optim.window import Window
+from headrace.schedule.layout import Bucket, Layout
+from headrace.schedule.window import Window
 
 Tables = dict[str, Tensor]
 """State tables of one bucket: name -> fp32, 1-D, ``bucket.size`` elements or more."""
 
 Fill = Callable[[str, str, int, int, Tensor], None]
 """``fill(table, name, start, stop, target)`` puts elements of a parameter's table into a 1-D tensor."""
+
+Files = Sequence[Path]
+"""What :meth:`DiskStates.save` makes of states."""
 
 TRANSFERS = 3
 """Threads of one direction of one disk path: one waits for the disk while others sum and hand over."""

@@ -5,8 +5,8 @@ from torch import Tensor
 
 from headrace.memory.pool import HostPool
 from headrace.optim.kernel import CHUNK, BucketTensors
-from headrace.optim.layout import BLOCK, Bucket, Layout, padded
 from headrace.optim.states import States
+from headrace.schedule.layout import BLOCK, Bucket, Layout, padded
 
 STAGING = 2
 """Buffers in which new weights wait for the way back where gradients are summed in another dtype."""

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from headrace.optim.policies.base import Emission
-from headrace.optim.window import Read, Update, Window, Write
 from headrace.schedule.action import Action, Kind, Wait, bucket
+from headrace.schedule.window import Read, Update, Window, Write
 
 
 class Streaming:

@@ -6,10 +6,10 @@ import torch
 
 from headrace.optim import kernel
 from headrace.optim.collect import Parcel
-from headrace.optim.layout import Bucket
 from headrace.optim.policies.base import Executor
 from headrace.optim.states import DiskStates
 from headrace.schedule.action import Action, Kind
+from headrace.schedule.layout import Bucket
 
 if TYPE_CHECKING:
     from headrace.optim.engine import Engine

@@ -11,15 +11,13 @@ from dataclasses import dataclass
 from headrace.ledger import PURPOSES, Ledger
 from headrace.machine.machine import Machine
 from headrace.planner.activations import SavedBytes
+from headrace.planner.disk import STATE, disk_bytes, path_bytes, window_bytes
 from headrace.planner.lora_activations import saved_bytes
 from headrace.planner.shape import ModelShape
 from headrace.planner.workload import Workload, kernel_lengths, round_length
 from headrace.schedule.action import Action, Kind
 
 MIB = 2**20
-
-STATE = 3 * 4
-"""Bytes of a parameter's optimizer state: master weight and two moments in fp32."""
 
 KERNEL_SCRATCH = 2**15 * 4
 """Bytes of one worker's chunk of gradients in fp32 (optim.kernel.CHUNK elements)."""
@@ -139,6 +137,7 @@ def _place(
         (machine.device_tier, {} if machine.unified else {"other": CUDA_DEVICE}),
         (machine.host_tier, pool_bytes(shape, work, machine)),
         (machine.host_tier, {"other": base}),
+        ("disk", {"states": disk_bytes(shape)} if work.paths else {}),
     ]
     held: dict[str, dict[str, int]] = {}
     for tier, purposes in [*always, (machine.device_tier, passing)]:
@@ -161,7 +160,7 @@ def pool_bytes(shape: ModelShape, work: Workload, machine: Machine) -> dict[str,
     landing = bucket if summed and not machine.unified else 0  # gradients land before they are summed
     staging = work.staging * bucket if summed and work.element < 4 else 0  # else in place of the gradients
     return {
-        "states": STATE * shape.aligned_numel,
+        "states": window_bytes(shape, work) if work.paths else STATE * shape.aligned_numel,
         "gradients": (4 if summed else work.element) * shape.aligned_numel,
         "buffers": staging + landing + work.workers * (KERNEL_SCRATCH + NORM_SCRATCH),
     }
@@ -170,7 +169,8 @@ def pool_bytes(shape: ModelShape, work: Workload, machine: Machine) -> dict[str,
 def link_bytes(shape: ModelShape, work: Workload) -> dict[Action, int]:
     """Bytes of one step by kind of action, summed over buckets and micro-batches; exact."""
     nbytes = shape.trained_numel * work.element
-    return {Action(Kind.DOWN): nbytes * work.micro_batches, Action(Kind.UP): nbytes}
+    links = {Action(Kind.DOWN): nbytes * work.micro_batches, Action(Kind.UP): nbytes}
+    return links | (path_bytes(shape, work) if work.paths else {})
 
 
 def loss_bytes(shape: ModelShape, work: Workload) -> int:

@@ -9,9 +9,7 @@ from headrace.errors import UserError
 from headrace.planner.families import FAMILIES, Family
 from headrace.planner.lora import Adapters, Targets, choose, linear_layers
 from headrace.planner.parameters import ParameterShape
-
-ALIGN = 16
-"""Elements: every parameter starts at a multiple of it in the optimizer's buckets (optim.layout.ALIGN)."""
+from headrace.schedule.layout import Layout, Parameter, cut, padded
 
 ACTIVATIONS = {"silu": 0, "swish": 0, "gelu": 0, "gelu_pytorch_tanh": 0, "gelu_new": 3}
 """The functions between the matrices of a layer, and how many tensors autograd keeps of each besides input
@@ -143,8 +141,14 @@ class ModelShape:
 
     @cached_property
     def aligned_numel(self) -> int:
-        """Elements of the optimizer's buckets: each trained parameter rounded up to :data:`ALIGN`."""
-        return sum(-(-parameter.numel // ALIGN) * ALIGN for parameter in self.trained)
+        """Elements of the optimizer's buckets, in which every parameter starts at a multiple of 16."""
+        return sum(padded(parameter.numel) for parameter in self.trained)
+
+    def layout(self, capacity: int) -> Layout:
+        """The optimizer's buckets: matrices, which decay, are one param group, all else is another."""
+        grouped = sorted(self.trained, key=lambda parameter: len(parameter.shape) < 2)
+        parameters = [Parameter(p.name, p.numel, int(len(p.shape) < 2), "") for p in grouped]
+        return cut(parameters, capacity)
 
     @property
     def largest(self) -> int:

@@ -5,6 +5,7 @@ from math import isqrt
 from typing import Literal
 
 from headrace.errors import UserError
+from headrace.schedule.window import WINDOW
 
 ELEMENT = {"bf16": 2, "fp32": 4}
 """Bytes of one element of a training dtype."""
@@ -26,6 +27,8 @@ class Workload:
         bucket: elements of an optimizer bucket.
         staging: buckets of new weights on their way back, where they do not take the gradients' place.
         workers: threads of the optimizer kernel.
+        paths: speeds of the disk paths on which states live, in any unit; none for host memory.
+        window: buckets of such states in host memory at once.
     """
 
     context: int
@@ -38,6 +41,8 @@ class Workload:
     bucket: int = 2**24
     staging: int = 2
     workers: int = 1
+    paths: tuple[float, ...] = ()
+    window: int = WINDOW
 
     def __post_init__(self) -> None:
         if self.dtype not in ELEMENT:

@@ -1,13 +1,16 @@
 """Builds what a plan describes: data, model, optimizer and loop."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
 from headrace.data.prepare import Prepared, prepare
 from headrace.errors import UserError
+from headrace.memory.config import DiskConfig
+from headrace.memory.disk import DiskPath, device_of
 from headrace.memory.tensorfile import Entry
 from headrace.models.attention import check_packable
 from headrace.models.compiled import compile_layers
@@ -55,7 +58,7 @@ def build(plan: Plan, directory: RunDirectory, on_tokenised: Callable[[int, int]
     check_head(loaded.model)
     data = _data(run, loaded, directory, on_tokenised)
     torch.manual_seed(run.train.seed)
-    optimizer = _optimizer(run, loaded.model, plan.work_on(data.train.rows).micro_batches)
+    optimizer = _optimizer(run, loaded.model, plan.work_on(data.train.rows).micro_batches, directory)
     meters = Meters(loaded.model)
     loaded.model.train()
     if run.memory.activations == "recompute":
@@ -120,7 +123,9 @@ def _data(
     )
 
 
-def _optimizer(run: RunFile, model: PreTrainedModel, micro_batches: int) -> OffloadedAdamW:
+def _optimizer(
+    run: RunFile, model: PreTrainedModel, micro_batches: int, directory: RunDirectory
+) -> OffloadedAdamW:
     optim = run.optim
     return OffloadedAdamW(
         decay_groups(model, optim.weight_decay),
@@ -131,9 +136,29 @@ def _optimizer(run: RunFile, model: PreTrainedModel, micro_batches: int) -> Offl
         release_gradients=True,
         micro_batches=micro_batches,
         host=_number(run.memory.host),
+        disk=[disk_path(disk) for disk in run.memory.disk],
+        window=_number(run.update.window),
+        kept=_kept_on_disk(run, directory),
         bucket=run.update.bucket,
         workers=_number(run.threads.update),
     )
+
+
+def disk_path(disk: DiskConfig) -> DiskPath:
+    """What the run file says of a directory, as the store takes it."""
+    return DiskPath(Path(disk.path), None if disk.size == "auto" else disk.size)
+
+
+def _kept_on_disk(run: RunFile, directory: RunDirectory) -> int:
+    """Checkpoints that will hold states in the space of the paths: links, on the same file system."""
+    if not run.memory.disk or not run.checkpoint.states:
+        return 0
+    return run.checkpoint.keep if links_work(directory.path, run.memory.disk) else 0
+
+
+def links_work(directory: Path, disks: Sequence[DiskConfig]) -> bool:
+    """Whether files in all of the paths can be linked to from a directory."""
+    return {device_of(directory)} == {device_of(Path(disk.path).expanduser()) for disk in disks}
 
 
 def _hold_weights(model: PreTrainedModel, optimizer: OffloadedAdamW) -> None:

@@ -4,7 +4,7 @@ import codecs
 import difflib
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
@@ -211,7 +211,7 @@ def _sentence(key: str, model: type[BaseModel], faults: Sequence[Mapping[str, An
     if first["type"] == "extra_forbidden":
         return f"{key} {place} is not a key: {_hint(key, model)}"
     field = model.model_fields.get(key.rpartition(".")[2])
-    section = section_of(field) if field else None
+    section = section_of(field) if field else model if key.rpartition(".")[2].isdigit() else None
     message = wish(faults, field.description if field else None, section.model_fields if section else ())
     if (
         isinstance(first["input"], Mapping) and first["type"] == "value_error"
@@ -241,8 +241,10 @@ def _locate(loc: Sequence[int | str]) -> tuple[str, type[BaseModel]]:
     parts: list[str] = []
     for part in loc:
         parts.append(str(part))
-        field = model.model_fields.get(str(part))
-        inner = section_of(field) if field else None
+        if isinstance(part, int):  # the number of an item in a list of sections
+            continue
+        field = model.model_fields.get(part)
+        inner = section_of(field) or item_of(field) if field else None
         if inner is None:
             break
         if part != loc[-1]:
@@ -270,9 +272,17 @@ def all_keys(model: type[BaseModel] = RunFile, prefix: str = "") -> Iterator[tup
 
 
 def section_of(field: FieldInfo) -> type[BaseModel] | None:
-    """The Config that a field holds, also where it may be left out (``X | None``); None for a value."""
+    """The Config that a field holds, also where it may be left out (``X | None``); else None."""
+    if get_origin(field.annotation) is list:
+        return None
     members = (field.annotation, *get_args(field.annotation))
     return next((m for m in members if isinstance(m, type) and issubclass(m, BaseModel)), None)
+
+
+def item_of(field: FieldInfo) -> type[BaseModel] | None:
+    """The Config of which a field holds a list; else None."""
+    item = next(iter(get_args(field.annotation)), None) if get_origin(field.annotation) is list else None
+    return item if isinstance(item, type) and issubclass(item, BaseModel) else None
 
 
 def _description(key: str, model: type[BaseModel]) -> str:

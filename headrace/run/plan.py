@@ -13,10 +13,11 @@ from headrace.data.estimate import estimate
 from headrace.errors import UserError
 from headrace.ledger import Ledger
 from headrace.machine.cores import auto_threads
-from headrace.machine.detect import detect
+from headrace.machine.detect import detect, disk_bytes
 from headrace.machine.machine import Machine
 from headrace.machine.presets import preset
 from headrace.models.source import find_source, read_config
+from headrace.planner.disk import fitting_window, path_bytes, window_bytes
 from headrace.planner.fit import KNOBS, Verdict, judge, lacking
 from headrace.planner.memory import predict
 from headrace.planner.report import memory_table
@@ -24,6 +25,7 @@ from headrace.planner.shape import ModelShape
 from headrace.planner.workload import Workload, divisors
 from headrace.run.file import RunFile, dump, read_run_file, to_tree, validate
 from headrace.schedule.action import Kind
+from headrace.schedule.window import WINDOW
 
 MIB = 2**20
 
@@ -66,12 +68,17 @@ class Plan:
         micro_batch = min(batch, self.work.micro_batch)
         return replace(self.work, micro_batch=micro_batch, micro_batches=-(-batch // micro_batch))
 
-    def predict_on(self, rows: int, steps: int) -> Ledger:
+    def predict_on(self, rows: int, steps: int, paths: tuple[float, ...] = ()) -> Ledger:
         """The mean step's ledger of a run over so many rows, now that they are known.
 
         The last step of an epoch holds what is left, so fewer micro-batches may send their gradients down.
+
+        Args:
+            rows: of the training data.
+            steps: of the run.
+            paths: measured speeds of the disk paths, if there are any.
         """
-        work = self.work_on(rows)
+        work = replace(self.work_on(rows), paths=paths)
         full, left = divmod(rows, min(rows, self.run.train.batch))
         short = -(-left // work.micro_batch)
         epochs, more = divmod(steps, full + (left > 0))
@@ -80,6 +87,8 @@ class Plan:
         for action, account in ledger.actions.items():
             if action.kind is Kind.DOWN:
                 account.nbytes = round(account.nbytes * sent / (steps * work.micro_batches))
+        for action, nbytes in (path_bytes(self.shape, work, steps) if paths else {}).items():
+            ledger.actions[action].nbytes = nbytes
         return ledger
 
     def _notes(self) -> Iterator[str]:
@@ -95,6 +104,15 @@ class Plan:
             )
         if not self.run.checkpoint.states:
             yield f"! {WITHOUT_STATES}"
+        elif self.run.memory.disk:
+            copies = 1 + self.run.checkpoint.keep
+            needed = copies * self.predicted.total("disk")
+            if needed > self.machine.tiers["disk"]:
+                yield (
+                    f"! states and {copies - 1} checkpoints of them will take {format_size(needed)}, more "
+                    f"than the {format_size(self.machine.tiers['disk'])} of memory.disk: raise it, or lower "
+                    "checkpoint.keep"
+                )
 
     def _title(self) -> str:
         run, count = self.run, self.shape.numel
@@ -141,6 +159,7 @@ def plan(source: str | Path | RunFile, overrides: Sequence[str] = (), machine: s
         shape = shape.with_adapters(run.model.lora.rank, run.model.lora.targets)
     _check_context(run, config)
     there = detect(*_accelerator()) if machine is None else preset(machine)
+    there = _with_disk(run, there)
     _check_tiers(run, there)
     run = _fill(run, shape, there)
     budgets = {tier: min(size, there.tiers[tier]) for tier, size in _asked(run, there).items()}
@@ -162,6 +181,8 @@ def workload(run: RunFile) -> Workload:
         loss_chunk=run.train.loss_chunk,
         bucket=run.update.bucket,
         workers=workers,
+        paths=(1.0,) * len(run.memory.disk),
+        window=WINDOW if run.update.window == "auto" else run.update.window,
     )
 
 
@@ -177,7 +198,20 @@ def _fill(run: RunFile, shape: ModelShape, machine: Machine) -> RunFile:
     filled = validate(tree, "the plan")
     if train["micro_batch"] == "auto":
         train["micro_batch"] = _largest_that_fits(filled, shape, machine)
+    if tree["update"]["window"] == "auto":
+        tree["update"]["window"] = _window(validate(tree, "the plan"), shape, machine)
     return validate(tree, "the plan")
+
+
+def _window(run: RunFile, shape: ModelShape, machine: Machine) -> int:
+    """As many buckets of states in host memory as its budget leaves room for."""
+    if not run.memory.disk:
+        return WINDOW
+    work = replace(workload(run), window=1)
+    tier = machine.host_tier
+    allowed = {**machine.tiers, **_asked(run, machine)}[tier]
+    free = allowed - predict(shape, work, machine).total(tier) + window_bytes(shape, work)
+    return fitting_window(shape, work, free)
 
 
 def _largest_that_fits(run: RunFile, shape: ModelShape, machine: Machine) -> int:
@@ -195,6 +229,17 @@ def _asked(run: RunFile, machine: Machine) -> dict[str, int]:
     """Tier -> the run file's budget, for a run file whose budgets are filled in."""
     values = {tier: getattr(run.memory, key) for key, tier in _budget_keys(machine)}
     return {tier: size for tier, size in values.items() if size != "auto"}
+
+
+def _with_disk(run: RunFile, machine: Machine) -> Machine:
+    """The machine with what its disk paths may hold: their budgets, and no more than is free."""
+    if not run.memory.disk:
+        return machine
+    found = 0
+    for disk in run.memory.disk:
+        free = disk_bytes(Path(disk.path).expanduser())
+        found += free if disk.size == "auto" else min(free, disk.size)
+    return replace(machine, tiers={**machine.tiers, "disk": found})
 
 
 def _budget_keys(machine: Machine) -> list[tuple[str, str]]:

@@ -14,7 +14,7 @@ import torch
 
 from headrace.checkpoint.changes import refuse_changes
 from headrace.checkpoint.config import WITHOUT_STATES
-from headrace.checkpoint.directory import clean_leftovers
+from headrace.checkpoint.directory import clean_leftovers, list_checkpoints
 from headrace.checkpoint.manifest import Environment
 from headrace.checkpoint.restore import Checkpoint, choose_checkpoint, leave_behind
 from headrace.checkpoint.rng import capture_rng, restore_rng
@@ -28,9 +28,9 @@ from headrace.memory.durable import replace_text
 from headrace.memory.lock import DirectoryLock
 from headrace.memory.process import peak_resident_bytes
 from headrace.optim.offloaded import SkippedStep
-from headrace.planner.memory import STATE
+from headrace.planner.disk import STATE
 from headrace.run.base import base_of, check_base
-from headrace.run.build import Job, build, state_entries
+from headrace.run.build import Job, build, links_work, state_entries
 from headrace.run.directory import RunDirectory
 from headrace.run.file import RunFile, read_run_file, to_tree, validate
 from headrace.run.interrupt import Interruption
@@ -40,6 +40,9 @@ from headrace.run.weights import refuse_weights_only, save_trained, weights_only
 from headrace.training.closing import Outcome, closing
 from headrace.training.metrics import Metrics, check_reports
 from headrace.training.progress import Progress, StepReport, finished, fresh, resumed
+
+LITTLE = 2**20
+"""Bytes of a checkpoint beside its states."""
 
 
 @dataclass
@@ -145,7 +148,9 @@ def _work(session: _Session) -> Path:
 
 
 def _checkpoint_bytes(session: _Session) -> int:
-    shape = session.plan.shape
+    shape, disks = session.plan.shape, session.run.memory.disk
+    if session.run.checkpoint.states and disks and links_work(session.directory.path, disks):
+        return LITTLE  # the states are linked to, in space that is claimed with them
     if session.run.checkpoint.states:
         return STATE * shape.trained_numel
     lora = session.run.model.lora
@@ -245,13 +250,23 @@ def _save(session: _Session, job: Job, step: int) -> None:
         "rng": capture_rng(),
         "ledger": job.optimizer.ledger.to_json(),
     }
-    tables, beside = state_entries(job.optimizer), None
+    tables, beside, linked = state_entries(job.optimizer), None, None
     if not session.run.checkpoint.states:
         tables, state, beside = {}, weights_only(state), weights_writer(job, session.run)
-    keep, environment = session.run.checkpoint.keep, session.environment
+    elif session.run.memory.disk:
+        tables, linked = {}, job.optimizer.save_states
     save_checkpoint(
-        session.directory.path, step, tables, state, environment=environment, keep=keep, beside=beside
+        session.directory.path,
+        step,
+        tables,
+        state,
+        environment=session.environment,
+        keep=session.run.checkpoint.keep,
+        beside=beside,
+        linked=linked,
     )
+    if on_disk := job.optimizer.on_disk:
+        on_disk.disk.top_up(list_checkpoints(session.directory.path).values())
     replace_text(session.directory.trace, trace.dump(job.optimizer.lanes.trace.last_steps()))
 
 
@@ -262,12 +277,13 @@ def _length(run: RunFile) -> dict[str, Any]:
 def _finish(session: _Session, job: Job, outcome: Outcome) -> Path:
     """Write the model, compare the prediction with what was measured, say where things are."""
     ledger = job.optimizer.ledger
-    target = session.directory.model
+    target, on_disk = session.directory.model, job.optimizer.on_disk
+    speeds = tuple(on_disk.disk.speeds) if on_disk else ()
     job.optimizer.close()
     replacing = partial(record_model, session.directory)
     count = save_trained(target, job, session.run, overwrite=True, before_replacing=replacing)
     _measure_process(ledger, session.plan)
-    predicted = session.plan.predict_on(job.data.train.rows, job.steps)
+    predicted = session.plan.predict_on(job.data.train.rows, job.steps, speeds)
     both = {"predicted": predicted.to_json(), "measured": ledger.to_json()}
     replace_text(session.directory.ledger, json.dumps(both))
     for line in closing(outcome, predicted, ledger):

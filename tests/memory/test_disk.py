@@ -16,10 +16,11 @@ from safetensors.torch import load_file
 
 from headrace.errors import RunStopped, UserError
 from headrace.ledger import Ledger
+from headrace.machine.paths import UNIT, split
 from headrace.memory import blocks
 from headrace.memory.blocks import ALIGN, BLOCK, Watch
 from headrace.memory.budget import Budget
-from headrace.memory.disk import UNIT, DiskPath, DiskStore, split
+from headrace.memory.disk import DiskPath, DiskStore
 from headrace.memory.parts import Form, read_part, verify
 from headrace.memory.pool import HostPool
 
@@ -68,14 +69,25 @@ def same(a, b):
 speeds = st.lists(st.floats(0.01, 10), min_size=1, max_size=4)
 
 
-@given(st.integers(0, 50 * UNIT), speeds)
-def test_a_split_is_whole_and_in_proportion(numel, given_speeds):
-    parts = split(numel, given_speeds)
+@given(st.integers(0, 50 * UNIT), speeds, st.integers(0, 1000))
+def test_a_split_is_whole_and_in_proportion(numel, given_speeds, index):
+    parts = split(numel, given_speeds, index)
     assert [low for low, _ in parts] == [0, *[high for _, high in parts[:-1]]]
     assert parts[-1][1] == numel
     for (low, high), speed in zip(parts, given_speeds, strict=True):
         assert low % UNIT == 0 or low == numel
         assert abs((high - low) - numel * speed / sum(given_speeds)) <= 2 * UNIT
+
+
+@given(st.integers(1, 4), speeds)
+def test_many_small_buffers_are_in_proportion_together(units, given_speeds):
+    count = 1000
+    sums = [0] * len(given_speeds)
+    for index in range(count):
+        for path, (low, high) in enumerate(split(units * UNIT, given_speeds, index)):
+            sums[path] += high - low
+    for found, speed in zip(sums, given_speeds, strict=True):
+        assert abs(found / (count * units * UNIT) - speed / sum(given_speeds)) < 0.01
 
 
 @settings(deadline=None, max_examples=25)

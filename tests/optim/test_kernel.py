@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from headrace.optim import kernel, loops
 from headrace.optim.kernel import BucketTensors, Hyper
-from headrace.optim.layout import BLOCK, Parameter, cut
+from headrace.schedule.layout import BLOCK, Parameter, cut
 
 HYPER = Hyper(1e-2, 0.9, 0.99, 1e-8, 0.1)
 dtypes = st.sampled_from([torch.bfloat16, torch.float16, torch.float32])

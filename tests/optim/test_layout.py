@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.optim.kernel import blocks_of, share
-from headrace.optim.layout import ALIGN, BLOCK, Parameter, cut
+from headrace.schedule.layout import ALIGN, BLOCK, Parameter, cut
 
 parameters = st.lists(
     st.builds(

@@ -12,13 +12,13 @@ from headrace.errors import UserError
 from headrace.machine.machine import Machine
 from headrace.memory.shapes import round_length as computed_length
 from headrace.optim.kernel import CHUNK
-from headrace.optim.layout import BLOCK
 from headrace.optim.offloaded import OffloadedAdamW
 from headrace.optim.store import STAGING
 from headrace.planner import memory
 from headrace.planner.shape import ModelShape
 from headrace.planner.workload import Workload, divisors, kernel_lengths, round_length
 from headrace.schedule.action import Action, Kind
+from headrace.schedule.layout import BLOCK
 from headrace.training import loss
 from headrace.training.loss import Head, chunked_cross_entropy
 

@@ -24,11 +24,13 @@ def _arm(phase, occurrence, delay):
 
     from headrace.checkpoint import save
     from headrace.optim.engine import Engine
+    from headrace.optim.states import DiskStates
     from headrace.run import train as train_module
 
     owner, name = {
         "backward": (torch.Tensor, "backward"),
         "update": (Engine, "step"),
+        "flush": (DiskStates, "write"),
         "save": (train_module, "save_checkpoint"),
         "publish": (save, "_remove_older"),
     }[phase]

@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from headrace.optim.layout import Bucket
 from headrace.schedule.action import Action, Kind, StepShape, Wait
+from headrace.schedule.layout import Bucket
 
 if TYPE_CHECKING:
     from headrace.optim.engine import Engine

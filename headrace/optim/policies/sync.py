@@ -6,9 +6,9 @@ the update runs on the host after the global norm is known, new weights return b
 
 from collections.abc import Sequence
 
-from headrace.optim.layout import Bucket
 from headrace.optim.policies.base import Emission, Policy
 from headrace.schedule.action import Action, Kind, StepShape, bucket, waits
+from headrace.schedule.layout import Bucket
 
 
 class Sync(Policy):

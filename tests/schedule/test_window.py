@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.optim.window import AHEAD, Read, Update, Window, Write
+from headrace.schedule.window import AHEAD, Read, Update, Window, Write
 
 scripts = st.lists(
     st.tuples(
