@@ -5,9 +5,10 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from headrace.memory import blocks
 
 MOST_BYTES = 256 * 2**20
 """What a measurement writes at most."""
@@ -40,8 +41,8 @@ def measure(directory: Path, most_bytes: int = MOST_BYTES) -> DiskSpeed | None:
     """
     path = directory / f".headrace-disk-speed-{os.getpid()}"
     try:
-        blocks = min(most_bytes, shutil.disk_usage(directory).free // _SPARED) // _BLOCK
-        if not blocks:
+        count = min(most_bytes, shutil.disk_usage(directory).free // _SPARED) // _BLOCK
+        if not count:
             return None
         descriptor, direct = _open(path)
     except OSError:
@@ -49,7 +50,7 @@ def measure(directory: Path, most_bytes: int = MOST_BYTES) -> DiskSpeed | None:
     try:
         if os.name == "posix":
             path.unlink()  # a kill leaves nothing
-        return _measure(descriptor, direct, blocks)
+        return _measure(descriptor, direct, count)
     except OSError:
         return None
     finally:
@@ -67,33 +68,21 @@ def _open(path: Path) -> tuple[int, bool]:
     return os.open(path, flags, 0o600), False
 
 
-def _measure(descriptor: int, direct: bool, blocks: int) -> DiskSpeed:
-    with mmap.mmap(-1, _BLOCK) as block:  # aligned to a page, as O_DIRECT wants it
-        block[:] = os.urandom(2**16) * (_BLOCK // 2**16)  # some disks shorten zeros
-        begin, written = time.perf_counter(), 0
-        while not written or (written < blocks * _BLOCK and time.perf_counter() - begin < _MOST_SECONDS):
-            written += _whole(os.write(descriptor, block))
-        os.fsync(descriptor)
-        write = written / (time.perf_counter() - begin)
-        os.lseek(descriptor, 0, os.SEEK_SET)
-        if not direct and sys.platform == "linux":
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        begin = time.perf_counter()
-        for _ in range(written // _BLOCK):
-            _whole(_reader(descriptor)(block))
-        return DiskSpeed(direct, write, written / (time.perf_counter() - begin))
-
-
-def _reader(descriptor: int) -> Callable[[mmap.mmap], int]:
-    if hasattr(os, "readv"):
-        return lambda block: os.readv(descriptor, [block])
-
-    def read(block: mmap.mmap) -> int:
-        content = os.read(descriptor, len(block))
-        block[: len(content)] = content
-        return len(content)
-
-    return read
+def _measure(descriptor: int, direct: bool, count: int) -> DiskSpeed:
+    with mmap.mmap(-1, _BLOCK) as region:  # aligned to a page, as O_DIRECT wants it
+        region[:] = os.urandom(2**16) * (_BLOCK // 2**16)  # some disks shorten zeros
+        with memoryview(region) as block:
+            begin, written = time.perf_counter(), 0
+            while not written or (written < count * _BLOCK and time.perf_counter() - begin < _MOST_SECONDS):
+                written += _whole(blocks.write_at(descriptor, block, written))
+            os.fsync(descriptor)
+            write = written / (time.perf_counter() - begin)
+            if not direct and sys.platform == "linux":
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            begin = time.perf_counter()
+            for offset in range(0, written, _BLOCK):
+                _whole(blocks.read_at(descriptor, block, offset))
+            return DiskSpeed(direct, write, written / (time.perf_counter() - begin))
 
 
 def _whole(done: int) -> int:

@@ -26,7 +26,7 @@ Fill = Callable[[str, str, int, int, Tensor], None]
 Files = Sequence[Path]
 """What :meth:`DiskStates.save` makes of states."""
 
-TRANSFERS = 3
+TRANSFERS = 4
 """Threads of one direction of one disk path: one waits for the disk while others sum and hand over."""
 
 

@@ -2,10 +2,11 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from headrace.memory import disk_speed
+from headrace.memory import blocks, disk_speed
 from headrace.memory.disk_speed import measure
 
 MIB = 2**20
@@ -21,7 +22,8 @@ def test_it_works_without_direct_access_and_vectored_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disk_speed, "_DIRECT", 0)
-    monkeypatch.delattr(os, "readv", raising=False)
+    monkeypatch.delattr(os, "preadv", raising=False)
+    monkeypatch.delattr(os, "pwritev", raising=False)
     speed = measure(tmp_path, 8 * MIB)
     assert speed is not None and not speed.direct and speed.read > 0
     assert not list(tmp_path.iterdir())
@@ -29,22 +31,22 @@ def test_it_works_without_direct_access_and_vectored_reads(
 
 def test_it_writes_no_more_than_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[int] = []
-    original = os.write
+    original = blocks.write_at
 
-    def counted(descriptor: int, block: bytes) -> int:
-        written.append(original(descriptor, block))
+    def counted(*given: Any) -> int:
+        written.append(original(*given))
         return written[-1]
 
-    monkeypatch.setattr(os, "write", counted)
+    monkeypatch.setattr(blocks, "write_at", counted)
     assert measure(tmp_path, 13 * MIB)
     assert sum(written) <= 13 * MIB and written
 
 
 def test_a_slow_disk_is_given_up_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[int] = []
-    original = os.write
+    original = blocks.write_at
     monkeypatch.setattr(disk_speed, "_MOST_SECONDS", 0.0)
-    monkeypatch.setattr(os, "write", lambda *given: written.append(original(*given)) or written[-1])
+    monkeypatch.setattr(blocks, "write_at", lambda *given: written.append(original(*given)) or written[-1])
     speed = measure(tmp_path, 64 * MIB)
     assert speed is not None and speed.write > 0
     assert written == [4 * MIB]
