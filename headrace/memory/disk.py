@@ -24,6 +24,7 @@ from headrace.memory.disk_speed import measure
 from headrace.memory.durable import DISK_FULL, sync_directory
 from headrace.memory.lock import DirectoryLock
 from headrace.memory.parts import Form, Part, read_part, write_header
+from headrace.memory.speeds import PathSpeeds
 
 SUFFIX = ".safetensors"
 _RESERVE = "reserved-space"
@@ -113,7 +114,7 @@ class DiskStore:
         assert paths
         self.paths = [replace(path, path=path.path.expanduser().absolute()) for path in paths]
         self.watch = watch or Watch()
-        self.speeds = [1.0] * len(paths)
+        self.speeds = PathSpeeds([path.path for path in self.paths], [1.0] * len(paths))
         self._budget = budget
         self._booked = ("states", 0)
         self._prefix = f"headrace-r{rank}-"
@@ -128,7 +129,8 @@ class DiskStore:
                 self._check_writable(path.path)
                 self._clean(path.path)
             if len(paths) > 1:
-                self.speeds = [path.speed or _speed(path.path) for path in self.paths]
+                start = [path.speed or _speed(path.path) for path in self.paths]
+                self.speeds = PathSpeeds([path.path for path in self.paths], start)
         except BaseException:
             self._resources.close()
             raise
@@ -263,7 +265,7 @@ class DiskStore:
     def _part(self, name: str, index: int) -> Part:
         """What path ``index`` takes of a buffer when it is written next."""
         form = self._forms[name]
-        return Part(form, *split(form.numel, self.speeds, self._numbers[name])[index])
+        return Part(form, *split(form.numel, self.speeds.shares, self._numbers[name])[index])
 
     def _file(self, name: str, index: int) -> Path:
         return self.paths[index].path / f"{self._prefix}{name}{SUFFIX}"

@@ -239,5 +239,7 @@ class Engine:
         self._events = {key: event for key, event in self._events.items() if not event.done or key[0] >= step}
         for parameter in updated:
             self.counts[parameter] += 1
+        if isinstance(self.store.states, DiskStates):
+            self.store.states.disk.speeds.follow()
         self.collector.next_step()
         self.lanes.step += 1

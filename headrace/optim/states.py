@@ -1,6 +1,7 @@
 """Where master weights and moments live: all in memory, or on the disk behind a window of memory."""
 
 import json
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -212,11 +213,12 @@ class DiskStates(States):
         transfer = self.disk.reading(_name(bucket), path, tables)
         if transfer is None:
             return 0
-        workers = self._workers("read", path)
+        workers, start = self._workers("read", path), time.perf_counter()
         try:
             workers.run(lambda worker: transfer.read(worker, workers.count))
         finally:
             transfer.close()
+        self.disk.speeds.note(path, "read", transfer.part.nbytes, time.perf_counter() - start)
         return transfer.part.nbytes
 
     def write(self, bucket: Bucket, path: int, tables: Tables) -> int:
@@ -224,9 +226,10 @@ class DiskStates(States):
         transfer = self.disk.writing(_name(bucket), path, tables)
         if transfer is None:
             return 0
-        workers = self._workers("write", path)
+        workers, start = self._workers("write", path), time.perf_counter()
         workers.run(lambda worker: transfer.write(worker, workers.count))
         self.disk.written(_name(bucket), path, transfer.finish())
+        self.disk.speeds.note(path, "write", transfer.part.nbytes, time.perf_counter() - start)
         return transfer.part.nbytes
 
     def close(self) -> None:

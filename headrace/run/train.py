@@ -278,7 +278,7 @@ def _finish(session: _Session, job: Job, outcome: Outcome) -> Path:
     """Write the model, compare the prediction with what was measured, say where things are."""
     ledger = job.optimizer.ledger
     target, on_disk = session.directory.model, job.optimizer.on_disk
-    speeds = tuple(on_disk.disk.speeds) if on_disk else ()
+    speeds = tuple(on_disk.disk.speeds.shares) if on_disk else ()
     job.optimizer.close()
     replacing = partial(record_model, session.directory)
     count = save_trained(target, job, session.run, overwrite=True, before_replacing=replacing)

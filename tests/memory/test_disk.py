@@ -103,7 +103,7 @@ def test_what_was_written_is_read_while_speeds_change(tmp_path_factory, numel, t
     store = store_on(*(home / str(number) for number in range(3)))
     store.declare("b0", form)
     for seed, now in enumerate(rounds):
-        store.speeds = now
+        store.speeds.shares = [speed / sum(now) for speed in now]
         held, back = memory(form, seed), memory(form)
         write(store, "b0", held, workers)
         read(store, "b0", back, workers)
