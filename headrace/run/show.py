@@ -130,8 +130,9 @@ def _loss(value: float | None) -> str:
 def _lanes(measured: Ledger) -> Iterator[str]:
     """Busy and stalled seconds of a step, lane by lane."""
     steps = max(1, measured.steps)
-    yield "lane      busy a step   compute waited"
-    for lane in _LANES_SHOWN:
+    yield "lane       busy a step   compute waited"
+    disks = [lane for lane in measured.lanes if lane not in _LANES_SHOWN]
+    for lane in (*_LANES_SHOWN, *disks):
         stalled = measured.stalls.get(lane, 0.0) / steps
         waited = duration(stalled) if stalled else ""
-        yield f"  {lane:7} {duration(measured.lane_seconds(lane) / steps):>11}   {waited:>14}"
+        yield f"  {lane:8} {duration(measured.lane_seconds(lane) / steps):>11}   {waited:>14}"
