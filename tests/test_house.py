@@ -14,7 +14,7 @@ PACKAGE = ROOT / "headrace"
 FILES = sorted(PACKAGE.rglob("*.py"))
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 
-SPOKEN = ("errors", "config", "ledger", "schedule.action")
+SPOKEN = ("errors", "config", "hub", "ledger", "schedule.action")
 FOR_EVERYONE = {"headrace", *(f"headrace.{name}" for name in SPOKEN)}
 """`headrace` itself for its version; the rest are the words that all components speak."""
 
@@ -26,6 +26,7 @@ MAY_IMPORT = {
     "__init__.py": set(),
     "errors.py": set(),
     "config.py": set(),
+    "hub.py": set(),
     "ledger.py": set(),
     "schedule": set(),
     "machine": set(),
@@ -44,7 +45,16 @@ MAY_IMPORT = {
 }
 """Component -> the components below it that it may import."""
 
-WITHOUT_TORCH = ("errors.py", "config.py", "ledger.py", "schedule/", "machine/", "planner/", "cli/main.py")
+WITHOUT_TORCH = (
+    "errors.py",
+    "config.py",
+    "hub.py",
+    "ledger.py",
+    "schedule/",
+    "machine/",
+    "planner/",
+    "cli/main.py",
+)
 PLAN_COMMAND = ("cli/", "run/file.py", "run/plan.py", "run/directory.py")
 """Loaded by `headrace plan`, which asks torch only where its build can have an accelerator."""
 FORBIDDEN_NAMES = {"util", "utils", "helper", "helpers", "common", "manager", "misc"}

@@ -9,14 +9,14 @@ in characters and in tokens; a template for which they aren't is refused.
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jinja2
 import numpy as np
 
 from headrace.data.borders import find_borders
-from headrace.data.config import LossOn
-from headrace.data.formats import Document, Mask, checked_text, field_names
+from headrace.data.config import Format, LossOn
+from headrace.data.conversations import READERS, Message
+from headrace.data.formats import Document, Mask, checked_text
 from headrace.data.sources import Record
 from headrace.data.tally import Tally
 from headrace.data.tokens import Encoding, Tokenizer, encode_with_offsets
@@ -25,13 +25,9 @@ from headrace.errors import UserError, reason
 _ROLES = {"system", "user", "assistant"}
 """Roles that every template knows; one that knows others must show that it does."""
 
-_UNSUPPORTED = ("tools", "functions", "tool_calls", "function_call")
-"""What calls of tools are written in, beside or in messages."""
-
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _WAY_OUT = "mark the answers with {% generation %} in the template, or set data.loss_on to completion or all"
 
-Message = dict[str, Any]
 Span = tuple[int, int]
 
 
@@ -47,13 +43,21 @@ class _Chat:
 class ChatEncoder:
     """Chats; trained are all answers, the last answer (``completion``), or everything."""
 
-    def __init__(self, tokenizer: Tokenizer, loss_on: LossOn) -> None:
-        """Raises UserError when the tokenizer has no chat template, or several without a default one."""
+    def __init__(self, tokenizer: Tokenizer, loss_on: LossOn, format: Format = "messages") -> None:
+        """Raises UserError when the tokenizer has no chat template, or several without a default one.
+
+        Args:
+            tokenizer: its chat template renders the chats.
+            loss_on: what is trained.
+            format: how records hold a chat.
+        """
         if not tokenizer.chat_template:
+            directory = tokenizer.name_or_path or "the model's directory"
             raise UserError(
-                "data.format=messages needs a chat template and the tokenizer has none; "
-                "add chat_template.jinja to the model's directory"
+                f"data.format={format} needs a chat template and the tokenizer has none; "
+                f"add chat_template.jinja to {directory}"
             )
+        self._read = READERS[format]
         self._tokenizer = tokenizer
         self._loss_on = loss_on
         try:
@@ -71,7 +75,7 @@ class ChatEncoder:
         Raises UserError when the template doesn't tell answers from the rest.
         """
         chats = [
-            (record, messages) for record in records if (messages := _messages(record, tally)) is not None
+            (record, messages) for record in records if (messages := self._read(record, tally)) is not None
         ]
         if self._marked and self._loss_on != "all":
             yield from self._by_marks(chats, tally)
@@ -147,7 +151,7 @@ class ChatEncoder:
             flaw = f"has a message {odd + 1} that the chat template leaves out; its role is"
             tally.reject(place, f"{flaw} {messages[odd]['role']!r}")
             return None
-        return checked_text(text, "in 'messages'", place, tally)
+        return checked_text(text, "in the rendered chat", place, tally)
 
     def _left_out(self, messages: list[Message], text: str) -> int | None:
         """The first message of an uncommon role without which the template gives the same ``text``."""
@@ -204,39 +208,3 @@ class ChatEncoder:
             if not text[found.ends[after - 1] : stop].strip():
                 return after
         return end
-
-
-def _messages(record: Record, tally: Tally) -> list[Message] | None:
-    """The record's messages, each with a role and a content in text, or None after a rejection."""
-    messages = record.fields.get("messages")
-    flaw = None
-    if "messages" not in record.fields:
-        flaw = f"has no field 'messages' but {field_names(record)}"
-    elif called := _first_call(record.fields):
-        flaw = f"has '{called}', which are not supported"
-    elif not isinstance(messages, list) or not messages:
-        flaw = "has no list of messages in 'messages'"
-    if flaw is not None:
-        tally.reject(record.place, flaw)
-        return None
-    sound = (_is_sound(message, n, record.place, tally) for n, message in enumerate(messages or [], start=1))
-    return messages if all(sound) else None
-
-
-def _is_sound(message: Any, number: int, place: str, tally: Tally) -> bool:
-    if not isinstance(message, dict):
-        tally.reject(place, f"has a message {number} that is no object with 'role' and 'content'")
-        return False
-    if called := _first_call(message):
-        tally.reject(place, f"has '{called}' in message {number}, which are not supported")
-        return False
-    found = (
-        checked_text(message.get(key), f"in '{key}' of message {number}", place, tally)
-        for key in ("role", "content")
-    )
-    return all(text is not None for text in found)
-
-
-def _first_call(fields: dict[str, Any]) -> str | None:
-    """The name of a field in which tools are offered or called; empty ones, as Parquet has them, are none."""
-    return next((name for name in _UNSUPPORTED if fields.get(name)), None)

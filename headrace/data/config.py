@@ -6,15 +6,17 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from headrace.config import Config
 
-Format = Literal["text", "completion", "messages"]
+Format = Literal["text", "completion", "messages", "alpaca", "sharegpt"]
 LossOn = Literal["assistant", "completion", "all"]
 
-_DEFAULT_LOSS: dict[Format, LossOn] = {"text": "all", "completion": "completion", "messages": "assistant"}
 _ALLOWED_LOSS: dict[Format, tuple[LossOn, ...]] = {
     "text": ("all",),
     "completion": ("completion", "all"),
     "messages": ("assistant", "completion", "all"),
+    "alpaca": ("assistant", "completion", "all"),
+    "sharegpt": ("assistant", "completion", "all"),
 }
+"""What can be trained; the first by default."""
 
 
 def _share_or_paths(value: Any) -> Any:
@@ -24,7 +26,8 @@ def _share_or_paths(value: Any) -> Any:
         except ValueError:
             return value
     if isinstance(value, bool | int | float) and not (isinstance(value, float) and 0 < value < 1):
-        raise ValueError(f"{value!r} is neither a share between 0 and 1 nor a path; write null for none")
+        written = str(value).lower() if isinstance(value, bool) else repr(value)
+        raise ValueError(f"{written} is neither a share between 0 and 1 nor a path; write null for none")
     return value
 
 
@@ -34,7 +37,7 @@ def resolve_loss(format: Format, loss_on: LossOn | Literal["auto"]) -> LossOn:
     Raises ValueError where the two exclude each other.
     """
     if loss_on == "auto":
-        return _DEFAULT_LOSS[format]
+        return _ALLOWED_LOSS[format][0]
     if loss_on not in _ALLOWED_LOSS[format]:
         allowed = " or ".join(_ALLOWED_LOSS[format])
         raise ValueError(
@@ -47,7 +50,8 @@ class DataConfig(Config):
     """A text file is one text, divided into documents; JSON and Parquet hold one record a line or row."""
 
     train: str | list[str] = Field(
-        description="a .txt, .jsonl, .json or .parquet file, a directory of them, or a list of one type"
+        description="a .txt, .jsonl, .json or .parquet file, a directory of them, org/name[@revision] of a "
+        "data set in the hub's local cache, or a list of one type"
     )
     eval: Annotated[float | str | list[str] | None, BeforeValidator(_share_or_paths)] = Field(
         None, description="a share of the training documents to hold out, or files like train's, or null"
@@ -56,7 +60,7 @@ class DataConfig(Config):
     loss_on: LossOn | Literal["auto"] = Field(
         "auto",
         description="assistant: every answer of a chat; completion: the completion, or a chat's last answer; "
-        "auto: assistant for messages, completion for completion, all for text",
+        "auto: assistant for chats, completion for completion, all for text",
     )
     context: int = Field(2048, ge=2, description="most tokens of a document and of a packed row")
     packing: bool = Field(True, description="several documents a row, kept apart; false: one a row")

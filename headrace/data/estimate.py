@@ -3,8 +3,10 @@
 import json
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
-from headrace.data.config import DataConfig
+from headrace.data.config import DataConfig, Format
+from headrace.data.formats import detect_format
 from headrace.data.sources import Record, find_sources, read_records
 from headrace.data.tally import Tally
 from headrace.errors import UserError
@@ -12,7 +14,13 @@ from headrace.errors import UserError
 CHARACTERS_A_TOKEN = 4.0
 """About what current tokenizers need for English text."""
 _SAMPLE = 256
-_FIELDS = ("text", "prompt", "completion")
+_FIELDS: dict[Format, tuple[str, ...]] = {
+    "text": ("text",),
+    "completion": ("prompt", "completion"),
+    "messages": ("messages",),
+    "alpaca": ("system", "history", "instruction", "input", "output"),
+    "sharegpt": ("system", "conversations"),
+}
 
 
 @dataclass(frozen=True)
@@ -35,15 +43,26 @@ def estimate(config: DataConfig) -> Estimate:
         raise UserError(f"data.train={config.train} holds no record")
     scale = sources.nbytes / sum(record.nbytes for record in records)
     kept = 1 - config.eval if isinstance(config.eval, float) else 1.0
-    lengths = [max(1.0, _characters(record) / CHARACTERS_A_TOKEN) for record in records]
+    fields = _fields(config, records)
+    lengths = [max(1.0, _characters(record, fields) / CHARACTERS_A_TOKEN) for record in records]
     documents = max(1, round(kept * scale * sum(-(-length // config.context) for length in lengths)))
     tokens = max(1, round(kept * scale * sum(lengths)))
     rows = min(documents, -(-tokens // config.context)) if config.packing else documents
     return Estimate(documents, tokens, max(1, rows))
 
 
-def _characters(record: Record) -> int:
-    messages = record.fields.get("messages")
-    if messages is not None:
-        return len(json.dumps(messages, ensure_ascii=False, default=str))
-    return sum(len(record.fields[name]) for name in _FIELDS if isinstance(record.fields.get(name), str))
+def _fields(config: DataConfig, records: list[Record]) -> tuple[str, ...]:
+    """The fields that hold what is tokenised."""
+    if config.format != "auto":
+        return _FIELDS[config.format]
+    formats = (detect_format(record, Tally("skip")) for record in records)
+    return next((_FIELDS[format] for format in formats if format is not None), ())
+
+
+def _characters(record: Record, fields: tuple[str, ...]) -> int:
+    held = (record.fields[name] for name in fields if record.fields.get(name) is not None)
+    return sum(len(each) if isinstance(each, str) else _written(each) for each in held)
+
+
+def _written(value: Any) -> int:
+    return len(json.dumps(value, ensure_ascii=False, default=str))

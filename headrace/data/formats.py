@@ -59,6 +59,8 @@ def detect_format(record: Record, tally: Tally) -> Format | None:
     fitting: list[Format] = []
     fitting += ["messages"] if "messages" in has else []
     fitting += ["completion"] if {"prompt", "completion"} <= has else []
+    fitting += ["alpaca"] if {"instruction", "output"} <= has else []
+    fitting += ["sharegpt"] if "conversations" in has else []
     fitting += ["text"] if "text" in has else []
     if len(fitting) > 1:
         choices = " or ".join(fitting)
@@ -66,7 +68,7 @@ def detect_format(record: Record, tally: Tally) -> Format | None:
             f"{record.place} fits several formats ({field_names(record)}); set data.format={choices}"
         )
     if not fitting:
-        needed = "text, or prompt and completion, or messages"
+        needed = "text, or prompt and completion, or messages, or instruction and output, or conversations"
         tally.reject(record.place, f"has the fields {field_names(record)} where {needed} are needed")
         return None
     return fitting[0]

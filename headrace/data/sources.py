@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headrace.data.snapshots import split_files
 from headrace.data.tally import Tally
 from headrace.errors import UserError, reason
+from headrace.hub import hub_name
 
 KINDS = {
     ".txt": "text",
@@ -57,14 +59,21 @@ class Sources:
 
 
 def find_sources(given: str | list[str], key: str) -> Sources:
-    """The files that ``given`` names: files, or directories searched for files of a known type.
+    """The files that ``given`` names: files, directories searched for files of a known type, or data sets of
+    the hub in its local cache, of which ``key`` tells the split.
 
     Raises UserError naming ``key`` where something is missing, unreadable, named twice, of an unknown type or
     of another type.
     """
     names = [given] if isinstance(given, str) else given
-    files = [path for name in names for path in _found(name, key)]
-    _refuse_repeated(files, key)
+    files: list[Path] = []
+    seen: set[Path] = set()
+    for name in names:
+        found, linked = _found(name, key)
+        for group in [found] if linked else [[path] for path in found]:
+            _refuse_repeated(group, seen, key)
+            seen |= {path.resolve() for path in group}
+        files += found
     kinds: dict[str, Path] = {}
     for path in files:
         kinds.setdefault(KINDS[path.suffix.lower()], path)
@@ -74,9 +83,13 @@ def find_sources(given: str | list[str], key: str) -> Sources:
     return Sources(tuple(files), next(iter(kinds)))
 
 
-def _found(name: str, key: str) -> list[Path]:
+def _found(name: str, key: str) -> tuple[list[Path], bool]:
+    """The files that ``name`` stands for, and whether equal ones among them may be links to one file."""
     try:
-        return _files_at(Path(name).expanduser(), key)
+        hub = hub_name(name, "dataset")
+        if hub is not None:
+            return split_files(hub, key), True
+        return _files_at(Path(name).expanduser(), key), False
     except (OSError, RuntimeError) as error:  # RuntimeError: whose home is ~name?
         place = getattr(error, "filename", None) or name
         raise UserError(
@@ -85,12 +98,10 @@ def _found(name: str, key: str) -> list[Path]:
         ) from error
 
 
-def _refuse_repeated(files: list[Path], key: str) -> None:
-    seen: set[Path] = set()
+def _refuse_repeated(files: list[Path], seen: set[Path], key: str) -> None:
     for path in files:
         if path.resolve() in seen:
             raise UserError(f"{key} names {path} twice, so that its records would count twice: name it once")
-        seen.add(path.resolve())
 
 
 def _files_at(path: Path, key: str) -> list[Path]:
@@ -101,7 +112,8 @@ def _files_at(path: Path, key: str) -> list[Path]:
             raise UserError(f"{key}: the directory {path} holds no file of a known type ({known})")
         return found
     if not path.is_file():
-        raise UserError(f"{key}: there is no file or directory {path}")
+        relative = "" if path.is_absolute() else f" (paths are relative to {Path.cwd()})"
+        raise UserError(f"{key}: there is no file or directory {path}{relative}: name one that is there")
     if path.suffix.lower() not in KINDS:
         raise UserError(f"{key}: {path} is of no known type; name one of {known}")
     return [path]
@@ -129,7 +141,13 @@ def digest(path: Path) -> str:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {reason(error)}") from error
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> UserError:
+    return UserError(
+        f"{path} cannot be read ({reason(error)}): see that you may read it, or name another file"
+    )
 
 
 def read_records(sources: Sources, tally: Tally) -> Iterator[Record]:
@@ -145,7 +163,7 @@ def read_records(sources: Sources, tally: Tally) -> Iterator[Record]:
                 empty = False
                 yield record
         except OSError as error:
-            raise UserError(f"{path} cannot be read: {reason(error)}") from error
+            raise _unreadable(path, error) from error
         if empty and tally.skipped == skipped:
             tally.reject(str(path), "is empty")
 

@@ -131,9 +131,9 @@ def make_encoder(format: Format, loss_on: LossOn, tokenizer: Tokenizer) -> Encod
     """
     if format == "text":
         return TextEncoder(tokenizer)
-    return (
-        CompletionEncoder(tokenizer, loss_on) if format == "completion" else ChatEncoder(tokenizer, loss_on)
-    )
+    if format == "completion":
+        return CompletionEncoder(tokenizer, loss_on)
+    return ChatEncoder(tokenizer, loss_on, format)
 
 
 def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:

@@ -31,7 +31,8 @@ class ModelConfig(Config):
 
     path: str = Field(
         min_length=1,
-        description="Hugging Face directory, .gguf file, or config.json (random weights from train.seed)",
+        description="Hugging Face directory, .gguf file, config.json (random weights from train.seed), or "
+        "org/name[@revision] of a model in the hub's local cache",
     )
     dtype: Literal["bf16", "fp32"] = Field(
         "bf16", description="dtype of the working weights and gradients; master weights are always fp32"

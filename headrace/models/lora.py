@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from headrace.errors import UserError
+from headrace.hub import hub_name
 from headrace.models.config import LoraConfig
 from headrace.models.source import find_source
 from headrace.planner.lora import choose
@@ -50,7 +51,7 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, base: str, seed: int 
     Args:
         model: as loaded.
         lora: rank, alpha and targets.
-        base: the model's path, which the saved adapter will name.
+        base: the model's path, or its name on the hub, which the saved adapter will name.
         seed: of A.
 
     Raises:
@@ -59,6 +60,7 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, base: str, seed: int 
     peft = require_peft()
     layers = linear_layers(model)
     targets = choose(lora.targets, list(layers))
+    hub = hub_name(base, "model")
     config = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
@@ -66,7 +68,8 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, base: str, seed: int 
         lora_dropout=0.0,
         fan_in_fan_out=isinstance(layers[targets[0]], Conv1D),
         task_type="CAUSAL_LM",
-        base_model_name_or_path=base,
+        base_model_name_or_path=base if hub is None else hub.id,
+        revision=None if hub is None else hub.revision,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

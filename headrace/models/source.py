@@ -1,13 +1,13 @@
 """What a model path is, and its configuration as plain data; imports no torch: planning is fast."""
 
 import json
-import re
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-from headrace.errors import UserError
+from headrace.errors import UserError, reason
+from headrace.hub import HubName, cache_directory, hub_name
 
 WEIGHTS = "model.safetensors"
 """The one file of a model that is not sharded."""
@@ -18,8 +18,9 @@ INDEX = "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"
 """PEFT's file: a directory that has it holds an adapter."""
 
+_MANIFEST = "manifest.json"  # of a checkpoint of ours
+
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.safetensors", "*.gguf")
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,13 @@ class Source:
         kind: ``directory``, ``gguf``, or ``config`` (weights are drawn at random).
         path: the directory; for ``gguf`` and ``config`` the file.
         weights: the safetensors files of a directory; none where only its configuration was fetched.
+        hub: its name where the directory is a snapshot in the hub's local cache.
     """
 
     kind: Literal["directory", "gguf", "config"]
     path: Path
     weights: tuple[Path, ...] = ()
+    hub: HubName | None = None
 
     @property
     def directory(self) -> Path:
@@ -48,19 +51,27 @@ class Source:
 
 
 def find_source(path: str | Path) -> Source:
-    """Classify a model path.
+    """Classify a model path, or the name of a model of the hub, which is looked for in the local cache.
 
-    Raises UserError for what is none of the three kinds, for weights in another format than safetensors, for
-    an incomplete set of shards and for what the system refuses to open.
+    Raises UserError for what is none of the three kinds or not in the cache, for weights in another format
+    than safetensors, for an incomplete set of shards and for what the system refuses to open.
     """
     try:
         return _classify(path)
     except (OSError, RuntimeError) as error:  # RuntimeError: whose home is ~name?
-        reason = getattr(error, "strerror", None) or error
         raise UserError(
-            f"model.path={str(path)[:200]} cannot be read ({reason}): give a model directory, a .gguf file "
-            "or a config.json that you may read"
+            f"model.path={str(path)[:200]} cannot be read ({reason(error)}): give a model directory, a "
+            ".gguf file or a config.json that you may read"
         ) from error
+
+
+def pinned(path: str) -> str:
+    """A model path as it is; the name of a model of the hub with the commit of its snapshot in the cache.
+
+    Raises UserError as :func:`find_source` does.
+    """
+    source = find_source(path)
+    return path if source.hub is None else f"{source.hub.id}@{source.path.name}"
 
 
 def _classify(path: str | Path) -> Source:
@@ -69,6 +80,16 @@ def _classify(path: str | Path) -> Source:
         return Source("gguf", place)
     if place.suffix == ".json" and place.is_file():
         return Source("config", place)
+    hub = hub_name(str(path), "model")
+    if hub is not None:
+        snapshot = hub.snapshot(["config.json"])
+        if snapshot is None:
+            raise UserError(
+                f"model.path={path} is no path here, and the hub's cache ({cache_directory()}) has no model "
+                f"of this name: {hub.command} fetches it, or give a model directory, a .gguf file or a "
+                "config.json"
+            )
+        place = snapshot
     if (place / ADAPTER_CONFIG).is_file():
         base = adapter_base(place) or "its base model"
         raise UserError(
@@ -77,14 +98,15 @@ def _classify(path: str | Path) -> Source:
         )
     if not (place / "config.json").is_file():
         raise UserError(_not_a_model(str(path), place))
-    return Source("directory", place, _weight_files(place))
+    return Source("directory", place, _weight_files(place, hub), hub)
 
 
 def require_weights(source: Source) -> None:
     """Raise UserError for a directory that lacks the weights of its configuration."""
     if source.kind == "directory" and not source.has_weights:
+        fetch = f"fetch {WEIGHTS} too" if source.hub is None else f"{source.hub.command} fetches them"
         raise UserError(
-            f"{source.path} has a config.json but no weights: fetch {WEIGHTS} too, or give "
+            f"{source.path} has a config.json but no weights: {fetch}, or give "
             f"{source.path / 'config.json'} itself to train from scratch"
         )
 
@@ -116,8 +138,11 @@ def is_adapter(path: str | Path) -> bool:
 
 
 def adapter_base(directory: str | Path) -> str | None:
-    """The path of the model that an adapter was trained beside, as its configuration tells it."""
-    base = read_json(Path(directory).expanduser() / ADAPTER_CONFIG).get("base_model_name_or_path")
+    """The path or the name of the model that an adapter was trained beside, as its configuration has it."""
+    config = read_json(Path(directory).expanduser() / ADAPTER_CONFIG)
+    base, revision = config.get("base_model_name_or_path"), config.get("revision")
+    if revision and base and hub_name(str(base), "model"):
+        return f"{base}@{revision}"
     return str(base) if base else None
 
 
@@ -126,25 +151,31 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"{file} cannot be read as JSON ({reason}): fetch it again") from error
+        raise UserError(f"{file} cannot be read as JSON ({reason(error)}): fetch it again") from error
     if not isinstance(data, dict):
         raise UserError(f"{file} must hold a JSON object, not {type(data).__name__}")
     return data
 
 
 def _not_a_model(path: str, place: Path) -> str:
-    if place.is_dir():
-        return f"model.path={path}: the directory has no config.json"
-    if place.exists():
-        return f"model.path={path} is neither a .gguf file nor a config.json"
-    message = f"model.path={path} does not exist; give a model directory, a .gguf file or a config.json"
-    if _HUB_ID.fullmatch(path):
-        message += f" (to fetch a model of the hub: hf download {path} --local-dir DIRECTORY)"
-    return message
+    given = f"model.path={path}"
+    if not place.exists():
+        return f"{given} does not exist; give a model directory, a .gguf file or a config.json"
+    if not place.is_dir():
+        return f"{given} is neither a .gguf file nor a config.json: give one of them, or a model directory"
+    if (place / "model" / "config.json").is_file():
+        return f"{given} has no config.json, for it is a run: give {place / 'model'}"
+    if (place / _MANIFEST).is_file():
+        return (
+            f"{given} has no config.json, for it is a checkpoint: `headrace export {place.parent} OUT` makes "
+            "a model of it"
+        )
+    if files := sorted(file.name for file in place.glob("*.gguf")):
+        return f"{given}: the directory has no config.json: give its {place / files[0]}"
+    return f"{given}: the directory has no config.json, so it is no model: give one that has it"
 
 
-def _weight_files(directory: Path) -> tuple[Path, ...]:
+def _weight_files(directory: Path, hub: HubName | None) -> tuple[Path, ...]:
     index = directory / INDEX
     if index.is_file():
         weight_map = read_json(index).get("weight_map")
@@ -153,9 +184,10 @@ def _weight_files(directory: Path) -> tuple[Path, ...]:
         names = sorted({str(name) for name in weight_map.values()})
         absent = [name for name in names if not (directory / name).is_file()]
         if absent:
+            fetch = "fetch the model again" if hub is None else f"{hub.command} fetches the rest"
             raise UserError(
                 f"{directory} lacks {len(absent)} of the {len(names)} files named in {INDEX}, first "
-                f"{absent[0]}; fetch the model again"
+                f"{absent[0]}; {fetch}"
             )
         return tuple(directory / name for name in names)
     if (directory / WEIGHTS).is_file():
@@ -204,6 +236,6 @@ def _gguf_config(file: Path, mtime_ns: int, size: int) -> dict[str, Any]:
     try:
         config, _ = PreTrainedConfig.get_config_dict(file.parent, gguf_file=file.name)
     except Exception as error:
-        raise UserError(f"{file} cannot be read as a GGUF model: {error}") from error
+        raise UserError(f"{file} cannot be read as a GGUF model ({reason(error)}): fetch it again") from error
     config.pop("_model_name_or_path", None)
     return dict(config)

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 HERE = {
     "model.path": """base_model base_model_config checkpoint_dir checkpointer model_id model_name
-        model_name_or_path pretrained_model_name_or_path random_init_weights""",
+        model_name_or_path model_revision pretrained_model_name_or_path random_init_weights
+        revision_of_model""",
     "model.dtype": """bf16 bf16_full_eval bfloat16 data_types mixed_precision param_dtype precision
         pure_bf16 torch_autocast torch_dtype""",
     "model.lora": """adapter adapter_name_or_path finetuning_type lora lora_model_dir peft peft_config
@@ -19,7 +20,7 @@ HERE = {
         pretraining_dataset train_dataset train_file train_files""",
     "data.eval": """dataset_val eval_dataset eval_file test_datasets val_set_size val_size validation_file
         validation_split""",
-    "data.format": "dataset_format ds_type",
+    "data.format": "dataset_format ds_type formatting",
     "data.loss_on": """assistant_only_loss completion_only_loss mask_history roles_to_train train_on_eos
         train_on_eot train_on_input train_on_inputs train_on_prompt""",
     "data.context": """block_size cutoff_len max_length max_prompt_length max_seq_len max_seq_length
@@ -135,9 +136,9 @@ SENTENCES = {
         eot_tokens pad_token resize_token_embeddings_to_32x resize_vocab special_tokens tokenizer
         tokenizer_config tokenizer_name tokenizer_name_or_path tokenizer_type tokenizer_use_fast
         use_fast_tokenizer""",
-    "here: data.format (which fields a record has)": """dataset_kwargs dataset_text_field field_input
-        field_instruction field_messages field_output field_system label_names message_property_mappings
-        text_column""",
+    "here: data.format (which fields a record has: alpaca and sharegpt, too)": """dataset_kwargs
+        dataset_text_field field_input field_instruction field_messages field_output field_system
+        label_names message_property_mappings text_column""",
     "the architecture is that of the model's config.json": """_component_ is_falcon_derived_model
         is_llama_derived_model is_mistral_derived_model is_qwen_derived_model model_init_kwargs model_type
         overrides_of_model_config overrides_of_model_kwargs rope_scaling""",

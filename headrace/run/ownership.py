@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from headrace.errors import UserError
+from headrace.hub import hub_name
 from headrace.memory.durable import replace_text
 from headrace.run.directory import RunDirectory
 
@@ -29,7 +30,7 @@ def check_out(directory: RunDirectory, model: str) -> None:
         raise UserError(
             f"out={directory.path} is the root of a file system: choose a directory of the run's own"
         )
-    if out in Path(model).resolve().parents:
+    if hub_name(model, "model") is None and out in Path(model).resolve().parents:
         raise UserError(
             f"model.path={model} lies in out={directory.path}, where the run writes its own files: choose an "
             "out beside it"

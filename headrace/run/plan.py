@@ -11,12 +11,13 @@ from headrace.checkpoint.config import WITHOUT_STATES
 from headrace.config import format_size
 from headrace.data.estimate import estimate
 from headrace.errors import UserError
+from headrace.hub import hub_name
 from headrace.ledger import Ledger
 from headrace.machine.cores import auto_threads
 from headrace.machine.detect import detect, disk_bytes
 from headrace.machine.machine import Machine
 from headrace.machine.presets import preset
-from headrace.models.source import find_source, read_config
+from headrace.models.source import find_source, pinned, read_config
 from headrace.planner.disk import fitting_window, path_bytes, window_bytes
 from headrace.planner.fit import KNOBS, Verdict, judge, lacking
 from headrace.planner.memory import predict
@@ -133,6 +134,9 @@ class Plan:
 
 def _called(path: str) -> str:
     """A model's name; a config.json has that of its directory before it, for all are called so."""
+    name, at, commit = path.rpartition("@")
+    if at and hub_name(path, "model"):
+        return f"{name} at {commit[:7]}"
     place = Path(os.path.abspath(path))
     return f"{place.parent.name}/{place.name}" if place.name == "config.json" else place.name
 
@@ -153,6 +157,8 @@ def plan(source: str | Path | RunFile, overrides: Sequence[str] = (), machine: s
         UserError: a mistake in the run file, a model or a machine that is not known.
     """
     run = source if isinstance(source, RunFile) else read_run_file(source, overrides)
+    model = run.model.model_copy(update={"path": pinned(run.model.path)})
+    run = run.model_copy(update={"model": model})
     config = read_config(run.model.path)
     shape = ModelShape.from_config(config)
     if run.model.lora is not None:

@@ -11,7 +11,8 @@ from headrace.data.loader import Loader
 from headrace.data.prepare import Part, Prepared, prepare
 from headrace.data.render import Page, render
 from headrace.errors import UserError
-from headrace.models.load import load_tokenizer
+from headrace.models.source import read_config
+from headrace.models.tokenizer import check_vocabulary, load_tokenizer
 from headrace.run.directory import RunDirectory
 from headrace.run.file import RunFile, read_run_file
 
@@ -71,6 +72,9 @@ def look(
             f"{run.model.path} has no tokenizer beside it: copy tokenizer.json and tokenizer_config.json "
             "there"
         )
+    vocabulary = _vocabulary(run.model.path)
+    if vocabulary is not None:
+        check_vocabulary(tokenizer, vocabulary, run.model.path)
     with tempfile.TemporaryDirectory(prefix="headrace-", ignore_cleanup_errors=True) as aside:
         data = prepare(
             run.data,
@@ -81,12 +85,21 @@ def look(
             seed=run.train.seed,
             on_progress=on_progress,
             earlier=RunDirectory(run.out).data,
+            vocabulary=vocabulary,
         )
         rows = [
             SampleRow(_title(place, batch, data.train, run.data.context), render(batch, tokenizer)[0])
             for place, batch in enumerate(_first_rows(data.train, samples))
         ]
         return DataView(rows, counts(data), list(_remarks(data)))
+
+
+def _vocabulary(path: str) -> int | None:
+    """Rows of the model's embedding, where its configuration tells."""
+    config = read_config(path)
+    nested = config.get("text_config")
+    rows = config.get("vocab_size", nested.get("vocab_size") if isinstance(nested, dict) else None)
+    return rows if isinstance(rows, int) else None
 
 
 def _first_rows(loader: Loader, count: int) -> Iterator[MicroBatch]:

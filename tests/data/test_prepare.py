@@ -185,7 +185,7 @@ def test_skipped_records_are_reported(tmp_path):
     assert prepared.train.documents == 1
     assert prepared.lines()[1:] == [
         f"! 3 records skipped, the first: {path}:1 has the fields 'id' where text, or prompt and completion, "
-        "or messages are needed",
+        "or messages, or instruction and output, or conversations are needed",
         "! train.batch=4 is more than there is: every step has 1 row",
     ]
 

@@ -133,9 +133,9 @@ def test_file_that_the_system_refuses(tmp_path, monkeypatch):
     found = find_sources(str(path), "data.train")
     path.unlink()
     path.mkdir()
-    with pytest.raises(UserError, match=r"a\.jsonl cannot be read: Is a directory"):
+    with pytest.raises(UserError, match=r"a\.jsonl cannot be read \(Is a directory\)"):
         list(read_records(found, Tally()))
-    with pytest.raises(UserError, match=r"a\.jsonl cannot be read: Is a directory"):
+    with pytest.raises(UserError, match=r"a\.jsonl cannot be read \(Is a directory\)"):
         sources.digest(path)
 
 

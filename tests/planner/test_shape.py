@@ -12,7 +12,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from headrace.errors import UserError
 from headrace.planner.families import FAMILIES
 from headrace.planner.shape import ModelShape
-from headrace.schedule.layout import ALIGN
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
 

@@ -1,16 +1,10 @@
 """What people get wrong in run files, models, data and commands, and what must stand in the answer."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
+from data_mistakes import DATA
 from desk import (
-    CHAT,
-    Desk,
-    chats,
     config,
     export_without_checkpoint,
-    files,
     foreign_out,
     model,
     other_chats,
@@ -22,28 +16,7 @@ from desk import (
     train,
     without,
 )
-
-
-@dataclass(frozen=True)
-class Mistake:
-    """One mistake, as its maker would tell it, and what the answer must hold.
-
-    Attributes:
-        what: what was wrong.
-        value: the wrong value, or what is missing.
-        place: key, file or line.
-        fix: what to do.
-        make: makes the mistake; returns the command's arguments.
-        real: whether it is tried in a process of its own.
-    """
-
-    what: str
-    value: str
-    place: str
-    fix: str
-    make: Callable[[Desk], list]
-    real: bool = False
-
+from mistake import Mistake
 
 RUN_FILES = [
     Mistake(
@@ -91,6 +64,9 @@ RUN_FILES = [
         "torch's name of a dtype", "=bfloat16", "model.dtype", "bf16 or fp32", train(model__dtype="bfloat16")
     ),
     Mistake("a share in per cent", "=20", "data.eval", "a share between 0 and 1", train(data__eval=20)),
+    Mistake(
+        "true for a share", "true is neither", "data.eval", "a share between 0 and 1", train(data__eval=True)
+    ),
     Mistake(
         "a size in words", "64 gigs", "memory.host", "write for example 48GiB", train(memory__host="64 gigs")
     ),
@@ -209,8 +185,16 @@ MODELS = [
         "a directory without a model",
         "no config.json",
         "model.path=",
-        "has no config.json",
+        "give one that has it",
         model(without("config.json")),
+    ),
+    Mistake(
+        "a model that was never fetched",
+        "no model of this name",
+        "model.path=mill/no-such-wheel",
+        "hf download mill/no-such-wheel fetches it",
+        train(model__path="mill/no-such-wheel"),
+        True,
     ),
     Mistake(
         "a model without weights",
@@ -228,7 +212,7 @@ MODELS = [
         "a web page instead of a GGUF file",
         "GGUF",
         "model.gguf",
-        "is not a GGUF file",
+        "fetch it again",
         lambda desk: ["train", desk.run(model__path=str(desk.file("model.gguf", "<html>404</html>")))],
     ),
     Mistake(
@@ -266,46 +250,6 @@ MODELS = [
         "model.path=",
         "leave model.lora out",
         train(model__lora={"rank": 8}),
-    ),
-]
-DATA = [
-    Mistake(
-        "no such data", "nowhere.jsonl", "data.train", "there is no file", train(data__train="nowhere.jsonl")
-    ),
-    Mistake("a type that is not read", "chats.csv", "data.train", "name one of .txt", files("chats.csv")),
-    Mistake(
-        "files of two types", "a.txt", "data.train mixes", "name files of one type", files("a.txt", "b.jsonl")
-    ),
-    Mistake("a file twice", "twice", "data.train names", "name it once", files("a.txt", "a.txt")),
-    Mistake("an empty file", "is empty", "chats.jsonl", "correct it", chats()),
-    Mistake("a torn line", "at column", "chats.jsonl:2", "correct it", chats(CHAT, '{"messages": [')),
-    Mistake(
-        "fields of another kind",
-        "'q', 'a'",
-        "chats.jsonl:1",
-        "correct it",
-        chats({"q": "mill?", "a": "wheel"}),
-    ),
-    Mistake(
-        "a chat without an answer",
-        "no message of the role 'assistant'",
-        "chats.jsonl:2",
-        "data.bad_records=skip",
-        chats(CHAT, {"messages": CHAT["messages"][:1]}),
-    ),
-    Mistake(
-        "a record beyond the context",
-        "more than data.context=4",
-        "chats.jsonl:1",
-        "set data.over_long",
-        chats(CHAT, data__context=4),
-    ),
-    Mistake(
-        "chats for a model without a template",
-        "has none",
-        "data.format=messages",
-        "add chat_template.jinja",
-        model(without("chat_template.jinja")),
     ),
 ]
 RUNS = [
@@ -376,8 +320,15 @@ RUNS = [
         "a run where a model is wanted",
         "no config.json",
         "/out",
-        "has no config.json",
+        "/out/model",
         lambda desk: ["sample", desk.out(), "water"],
+    ),
+    Mistake(
+        "a checkpoint where a model is wanted",
+        "it is a checkpoint",
+        "/out/checkpoint-2",
+        "/out OUT` makes a model of it",
+        lambda desk: ["sample", desk.out() / "checkpoint-2", "water"],
     ),
     Mistake(
         "a model where a run is wanted",

@@ -12,12 +12,15 @@ import cli_process
 import evidence
 import pytest
 import yaml
+from tokenizers import AddedToken
+from transformers import AutoTokenizer, LlamaConfig
 
 from headrace.data.prepare import prepare
 from headrace.errors import UserError
 from headrace.models.load import load_tokenizer
 from headrace.run.file import read_run_file
 from headrace.run.samples import look
+from headrace.run.train import train
 
 
 def prepared(path, directory):
@@ -130,6 +133,30 @@ def test_a_model_without_a_tokenizer_is_named(write_run, tiny, tmp_path):
     shutil.copy(tiny / "model" / "config.json", tmp_path)
     with pytest.raises(UserError, match="has no tokenizer beside it"):
         look(write_run(model__path=str(tmp_path / "config.json")))
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_a_token_without_a_row_is_refused_as_training_does(write_run, tiny, tmp_path, special):
+    shutil.copytree(tiny / "model", tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    LlamaConfig.from_pretrained(tmp_path / "model", vocab_size=len(tokenizer)).save_pretrained(
+        tmp_path / "model"
+    )
+    tokenizer.add_tokens([AddedToken("<picture>", special=special)], special_tokens=special)
+    tokenizer.save_pretrained(tmp_path / "model")
+    turns = [{"role": "user", "content": "a <picture>"}, {"role": "assistant", "content": "mill"}]
+    (tmp_path / "picture.jsonl").write_text(json.dumps({"messages": turns}) + "\n", encoding="utf-8")
+    values = {"model__path": str(tmp_path / "model" / "config.json"), "data__eval": None}
+    look(write_run(**values))
+    path = write_run(**values, data__train=str(tmp_path / "picture.jsonl"))
+    sentences = []
+    for act in (look, train):
+        with pytest.raises(
+            UserError, match=r"has the token '<picture>' of id \d+, but the model only"
+        ) as caught:
+            act(path)
+        sentences.append(str(caught.value))
+    assert sentences[0] == sentences[1]
 
 
 # -- what is printed ---------------------------------------------------------------------------------------
