@@ -59,12 +59,16 @@ class HubName:
 def hub_name(name: str, kind: Literal["model", "dataset"]) -> HubName | None:
     """``name`` as one of the hub; None where it is a path that exists, or looks like that of a file.
 
-    Raises OSError or RuntimeError for a path that the system refuses to look at.
+    A path that the system refuses to look at is a path: who opens it says what is wrong with it.
     """
     match = _ID.fullmatch(name)
-    if match is None or _FILE.fullmatch(name) or Path(name).exists():
+    if match is None or _FILE.fullmatch(name):
         return None
-    return HubName(kind, match[1], match[2] or "main")
+    try:
+        is_path = Path(name).exists()
+    except OSError:
+        is_path = True
+    return None if is_path else HubName(kind, match[1], match[2] or "main")
 
 
 def cache_directory() -> str:

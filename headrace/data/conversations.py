@@ -20,6 +20,7 @@ _SPEAKERS = {
     "chatgpt": "assistant",
     "bing": "assistant",
     "bard": "assistant",
+    "tool": "tool",
 }
 """ShareGPT's name of who speaks -> the role."""
 

@@ -12,6 +12,7 @@ import numpy as np
 from headrace.data.config import DataConfig
 from headrace.data.loader import Loader
 from headrace.data.packing import Indices, Purpose, Rows, one_each, pack, permutation
+from headrace.data.sources import find_sources
 from headrace.data.store import Documents
 from headrace.data.tally import Tally
 from headrace.data.tokenise import Progress, tokenise
@@ -137,6 +138,8 @@ def prepare(
 
 
 def _portions(config: DataConfig, seed: int, find: Callable[..., Documents]) -> list[_Portion]:
+    if isinstance(config.eval, str | list):
+        find_sources(config.eval, "data.eval")  # before the training data is tokenised, which may take long
     train = find("data.train", config.train)
     if config.eval is None:
         return [_Portion("train", train, np.arange(len(train)), train.tally)]

@@ -46,6 +46,15 @@ def tokenizer_in(directory: Path, **options: Any) -> PreTrainedTokenizerBase | N
         raise UserError(_blamed(directory, error)) from error
 
 
+def no_tokenizer(path: str | Path) -> UserError:
+    """What to raise where training needs the tokenizer that :func:`load_tokenizer` did not find."""
+    source = find_source(path)
+    fetch = "copy tokenizer.json and tokenizer_config.json there"
+    if source.hub is not None:
+        fetch = f"{source.hub.command} fetches it"
+    return UserError(f"{path} has no tokenizer beside it: {fetch}")
+
+
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int, path: str | Path) -> None:
     """Raise UserError when texts can have tokens for which the model's embedding, of ``rows``, has no row.
 

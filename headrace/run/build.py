@@ -8,7 +8,6 @@ import torch
 from transformers import PreTrainedModel
 
 from headrace.data.prepare import Prepared, prepare
-from headrace.errors import UserError
 from headrace.memory.config import DiskConfig
 from headrace.memory.disk import DiskPath, device_of
 from headrace.memory.tensorfile import Entry
@@ -17,6 +16,7 @@ from headrace.models.compiled import compile_layers
 from headrace.models.load import LoadedModel, load_model
 from headrace.models.lora import add_adapters, check_trainable
 from headrace.models.recompute import recompute_layers
+from headrace.models.tokenizer import no_tokenizer
 from headrace.optim.groups import decay_groups
 from headrace.optim.offloaded import OffloadedAdamW
 from headrace.optim.store import DTYPES
@@ -107,10 +107,7 @@ def _data(
     on_tokenised: Callable[[int, int], None] | None,
 ) -> Prepared:
     if loaded.tokenizer is None:
-        raise UserError(
-            f"{run.model.path} has no tokenizer beside it: copy tokenizer.json and tokenizer_config.json "
-            "there"
-        )
+        raise no_tokenizer(run.model.path)
     return prepare(
         run.data,
         loaded.tokenizer,

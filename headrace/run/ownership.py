@@ -30,7 +30,13 @@ def check_out(directory: RunDirectory, model: str) -> None:
         raise UserError(
             f"out={directory.path} is the root of a file system: choose a directory of the run's own"
         )
-    if hub_name(model, "model") is None and out in Path(model).resolve().parents:
+    hub, place = hub_name(model, "model"), Path(model).resolve()
+    if hub is not None and place in (out, *out.parents):
+        raise UserError(
+            f"out={directory.path} would stand in the place of model.path={model}, which is looked for here "
+            "before it is in the hub's cache: choose another out"
+        )
+    if hub is None and out in place.parents:
         raise UserError(
             f"model.path={model} lies in out={directory.path}, where the run writes its own files: choose an "
             "out beside it"

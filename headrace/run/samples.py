@@ -10,9 +10,8 @@ from headrace.data.batch import MicroBatch
 from headrace.data.loader import Loader
 from headrace.data.prepare import Part, Prepared, prepare
 from headrace.data.render import Page, render
-from headrace.errors import UserError
 from headrace.models.source import read_config
-from headrace.models.tokenizer import check_vocabulary, load_tokenizer
+from headrace.models.tokenizer import check_vocabulary, load_tokenizer, no_tokenizer
 from headrace.run.directory import RunDirectory
 from headrace.run.file import RunFile, read_run_file
 
@@ -68,10 +67,7 @@ def look(
     run = source if isinstance(source, RunFile) else read_run_file(source, overrides)
     tokenizer = load_tokenizer(run.model.path)
     if tokenizer is None:
-        raise UserError(
-            f"{run.model.path} has no tokenizer beside it: copy tokenizer.json and tokenizer_config.json "
-            "there"
-        )
+        raise no_tokenizer(run.model.path)
     vocabulary = _vocabulary(run.model.path)
     if vocabulary is not None:
         check_vocabulary(tokenizer, vocabulary, run.model.path)

@@ -27,6 +27,7 @@ from headrace.machine.cores import auto_threads
 from headrace.memory.durable import replace_text
 from headrace.memory.lock import DirectoryLock
 from headrace.memory.process import peak_resident_bytes
+from headrace.models.source import find_source
 from headrace.optim.offloaded import SkippedStep
 from headrace.planner.disk import STATE
 from headrace.run.base import base_of, check_base
@@ -136,6 +137,8 @@ def _work(session: _Session) -> Path:
     check_reports(session.run.report)
     check_space(session.directory.path, _checkpoint_bytes(session), session.run.checkpoint.keep)
     print(_first_line(session), flush=True)
+    if find_source(session.run.model.path).hub is not None:
+        print(f"model: {session.run.model.path} of the hub's cache", flush=True)
     if not session.run.checkpoint.states:
         print(f"! {WITHOUT_STATES}", flush=True)
     job = build(session.plan, session.directory)

@@ -27,6 +27,10 @@ TALK = [
 SYSTEM = ("system", "You know mills.")
 NAMES = {"system": ["system"], "user": ["human", "user"], "assistant": ["gpt", "assistant", "chatgpt"]}
 TEMPLATES = {"plain": SMOLLM, "marked": MARKED, "strict": STRICT}
+ONLY_KNOWN = SMOLLM.replace(
+    "{{'<|im_start|>' + message['role']",
+    "{% if message['role'] == 'tool' %}{% continue %}{% endif %}{{'<|im_start|>' + message['role']",
+)
 ALPACA = {"instruction": "Name the channel.", "input": "It feeds a mill.", "output": "A headrace."}
 
 
@@ -169,6 +173,18 @@ def test_what_cannot_be_read_is_refused_or_left_out_by_the_switch(format, fields
     good = ALPACA if format == "alpaca" else sharegpt(*TALK)
     documents, tally = encode(format, fields, good, policy="skip")
     assert [document.record.place for document in documents] == ["a.jsonl:2"] and tally.skipped == 1
+
+
+@pytest.mark.parametrize("template", [SMOLLM, ONLY_KNOWN])
+def test_the_template_judges_what_a_tool_says(template):
+    spoken = [TALK[0], ("tool", "42"), TALK[1]]
+    given = sharegpt(*spoken[::2])
+    given["conversations"].insert(1, {"from": "tool", "value": "42"})
+    if template == SMOLLM:
+        assert_same_bits(encode("sharegpt", given)[0], encode("messages", messages(*spoken))[0])
+        return
+    sentence = refusal(encode, "sharegpt", given, tokenizer=byte_level(template))
+    assert "has a message 2 that the chat template leaves out; its role is 'tool'" in sentence
 
 
 def test_the_template_judges_two_questions_in_a_row():

@@ -176,6 +176,15 @@ def test_over_long_records(tmp_path):
         assert cut.parts[0].tally.over_long == 2 - kept and cut.train.longest_row <= 64
 
 
+def test_missing_evaluation_data_is_said_before_anything_is_tokenised(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "the mill"}\n')
+    for absent in (str(tmp_path / "b.jsonl"), [str(tmp_path / "b.jsonl")]):
+        config = DataConfig(train=str(tmp_path / "a.jsonl"), eval=absent, context=8)
+        with pytest.raises(UserError, match=r"data\.eval: there is no file or directory .*b\.jsonl"):
+            ready(config, tmp_path / "tokenised")
+    assert not (tmp_path / "tokenised").exists()
+
+
 def test_skipped_records_are_reported(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"id": 1}\n{"text": "the mill"}\n{"text": "caf\xe9"}\n{"text": ""}\n')

@@ -124,6 +124,24 @@ def test_a_configuration_in_the_cache_is_enough_to_plan(cache, tiny, write_run, 
     assert f"no weights: hf download mill/wheel --revision {snapshot.name} fetches them" in sentence
 
 
+@pytest.mark.parametrize("act", [train, look])
+def test_a_tokenizer_that_was_not_fetched_is_asked_for(cache, tiny, model, write_run, act):
+    fill(cache, tiny, model)
+    weights = files_of(model, "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+    cache.add("model", "mill/wheel", weights)
+    sentence = refusal(act, write_run(**HUB))
+    assert "mill/wheel" in sentence and "has no tokenizer beside it: hf download mill/wheel" in sentence
+
+
+def test_the_commit_is_printed(cache, tiny, model, write_run, capsys):
+    snapshot = fill(cache, tiny, model)
+    path = write_run(**HUB)
+    assert plan(path).text().startswith(f"mill/wheel at {snapshot.name[:7]}, ")
+    for steps in (2, 4):
+        train(path, [f"train.steps={steps}"])
+        assert f"\nmodel: mill/wheel@{snapshot.name} of the hub's cache\n" in capsys.readouterr().out
+
+
 def test_its_rows_can_be_looked_at(cache, tiny, model, write_run):
     fill(cache, tiny, model)
     hub, local = write_run("hub", **HUB), write_run("local", model__path=str(model), **CONSTANT)
@@ -155,10 +173,17 @@ def test_the_cache_is_where_the_environment_says(tiny, model, write_run, tmp_pat
             ["data.train: mill/pond", "hf download mill/pond --repo-type dataset fetches it"],
         ),
         ({"data__eval": "mill/chats"}, ["data.eval: mill/chats has no validation or test split"]),
+        ({"model__path": "x" * 300 + "/y"}, ["model.path=xxx", "cannot be read (File name too long)"]),
+        ({"data__train": "x" * 300 + "/y"}, ["data.train: xxx", "cannot be read (File name too long)"]),
+        (
+            {"out": "mill/wheel"},
+            ["out=mill/wheel", "in the place of model.path=mill/wheel", "choose another out"],
+        ),
+        ({"out": "mill/wheel/first"}, ["out=mill/wheel/first", "in the place of model.path=mill/wheel"]),
     ],
 )
-def test_what_is_not_there_ends_with_code_2(
-    cache, tiny, model, write_run, capsys, monkeypatch, values, needed
+def test_what_cannot_be_used_ends_with_code_2(
+    cache, tiny, model, write_run, tmp_path, capsys, monkeypatch, values, needed
 ):
     fill(cache, tiny, model)
     monkeypatch.setattr("sys.argv", ["headrace", "train", str(write_run(**{**HUB, **values}))])
@@ -166,3 +191,4 @@ def test_what_is_not_there_ends_with_code_2(
         main()
     errors = capsys.readouterr().err
     assert end.value.code == 2 and errors.count("\n") == 1 and all(part in errors for part in needed)
+    assert not (tmp_path / "mill").exists() and not (tmp_path / "run").exists()
