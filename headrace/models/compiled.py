@@ -22,7 +22,7 @@ def compile_layers(model: PreTrainedModel) -> int:
     Raises:
         UserError: no compiler that torch can use, or a model in which there is nothing to compile.
     """
-    _check_compiler(model.device)
+    check_compiler(model.device)
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     parts = [part for layer in layers for part in layer.children() if _is_plain(part)]
     if not parts:
@@ -41,8 +41,11 @@ def _is_plain(part: nn.Module) -> bool:
     return bool(parameters) and not attends and all(p.dim() <= 2 for p in parameters)
 
 
-def _check_compiler(device: torch.device) -> None:
-    """Compile and run something small."""
+def check_compiler(device: torch.device) -> None:
+    """Compile and run something small.
+
+    Raises UserError where torch can use no compiler for this device.
+    """
     # Its helper processes would each take the memory of a torch, which no plan knows of.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     try:

@@ -160,7 +160,8 @@ def read_json(file: Path) -> dict[str, Any]:
 def _not_a_model(path: str, place: Path) -> str:
     given = f"model.path={path}"
     if not place.exists():
-        return f"{given} does not exist; give a model directory, a .gguf file or a config.json"
+        where = "" if Path(path).is_absolute() else f" in {Path.cwd()}"
+        return f"{given} does not exist{where}; give a model directory, a .gguf file or a config.json"
     if not place.is_dir():
         return f"{given} is neither a .gguf file nor a config.json: give one of them, or a model directory"
     if (place / "model" / "config.json").is_file():

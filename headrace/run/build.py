@@ -52,7 +52,7 @@ def build(plan: Plan, directory: RunDirectory, on_tokenised: Callable[[int, int]
     """
     run = plan.run
     torch.set_num_threads(_number(run.threads.compute))
-    loaded = _model(run, _device(plan))
+    loaded = _model(run, device_of_plan(plan))
     if run.data.packing:
         check_packable(loaded.model.config, run.data.context)
     check_head(loaded.model)
@@ -164,7 +164,8 @@ def _hold_weights(model: PreTrainedModel, optimizer: OffloadedAdamW) -> None:
     optimizer.ledger.hold(optimizer.device.tier, "weights", sum(storages.values()))
 
 
-def _device(plan: Plan) -> torch.device:
+def device_of_plan(plan: Plan) -> torch.device:
+    """Where the run computes."""
     return torch.device("cpu" if plan.machine.unified else "cuda")
 
 

@@ -12,7 +12,7 @@ class RunDirectory:
     """``RUN/``: plan.yaml, metrics.jsonl, ledger.json, trace.json, checkpoint-STEP/, data/, model/."""
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        self.path = Path(path).expanduser()
         self.plan = self.path / "plan.yaml"
         self.ledger = self.path / "ledger.json"
         self.metrics = self.path / "metrics.jsonl"

@@ -43,7 +43,8 @@ def export(
     Raises:
         UserError: no run, no complete checkpoint, an unknown dtype, nothing to merge, ``out`` exists.
     """
-    tree = RunDirectory(run).read_plan()
+    directory = RunDirectory(run)
+    tree = directory.read_plan()
     plan = validate(tree, f"{run}/plan.yaml")
     name = dtype or plan.model.dtype
     if name not in ELEMENT:
@@ -51,7 +52,7 @@ def export(
     if merged and plan.model.lora is None:
         raise UserError(f"--merge: {run} trains the whole model and has no adapter: leave --merge out")
     for _ in range(_ATTEMPTS):
-        checkpoint = find_checkpoint(Path(run))
+        checkpoint = find_checkpoint(directory.path)
         if checkpoint is None:
             raise UserError(f"{run} has no checkpoint yet: train first, see checkpoint.every")
         try:

@@ -1,4 +1,7 @@
-"""Ctrl-C: in training the first one lets the step end, the second one stops; elsewhere the first one does."""
+"""Ctrl-C: in training the first one lets the step end, the second one stops; elsewhere the first one does.
+
+SIGTERM, which schedulers and containers send before they kill, does the same in training.
+"""
 
 import os
 import signal
@@ -54,7 +57,7 @@ def _say(text: str) -> None:
 
 
 class Interruption:
-    """A context manager; ``asked`` is true after the first Ctrl-C inside it.
+    """A context manager; ``asked`` is true after the first Ctrl-C or SIGTERM inside it.
 
     Outside the main thread, where Python takes no signals, it never is.
 
@@ -64,10 +67,12 @@ class Interruption:
     def __init__(self) -> None:
         self.asked = False
         self._previous: object = None
+        self._terminated: object = None
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             self._previous = signal.signal(signal.SIGINT, self._note)
+            self._terminated = signal.signal(signal.SIGTERM, self._note)
             if self._previous is _stop and _Watch.pressed:
                 raise KeyboardInterrupt
         return self
@@ -77,9 +82,11 @@ class Interruption:
     ) -> None:
         if self._previous is not None:
             signal.signal(signal.SIGINT, self._previous)  # type: ignore[arg-type]
+            signal.signal(signal.SIGTERM, self._terminated)  # type: ignore[arg-type]
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True
-        _say("\nCtrl-C: saving after this step; once more stops at once\n")
+        name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
+        _say(f"\n{name}: saving after this step; once more stops at once\n")

@@ -27,6 +27,7 @@ from headrace.planner.workload import Workload, divisors
 from headrace.run.file import RunFile, dump, read_run_file, to_tree, validate
 from headrace.schedule.action import Kind
 from headrace.schedule.window import WINDOW
+from headrace.training.lr import learning_rate
 
 MIB = 2**20
 
@@ -164,6 +165,8 @@ def plan(source: str | Path | RunFile, overrides: Sequence[str] = (), machine: s
     if run.model.lora is not None:
         shape = shape.with_adapters(run.model.lora.rank, run.model.lora.targets)
     _check_context(run, config)
+    if run.train.steps is not None:
+        learning_rate(0, run.train.steps, run.optim)  # a warm-up longer than the run
     there = detect(*_accelerator()) if machine is None else preset(machine)
     there = _with_disk(run, there)
     _check_tiers(run, there)

@@ -27,11 +27,12 @@ from headrace.machine.cores import auto_threads
 from headrace.memory.durable import replace_text
 from headrace.memory.lock import DirectoryLock
 from headrace.memory.process import peak_resident_bytes
+from headrace.models.compiled import check_compiler
 from headrace.models.source import find_source
 from headrace.optim.offloaded import SkippedStep
 from headrace.planner.disk import STATE
 from headrace.run.base import base_of, check_base
-from headrace.run.build import Job, build, links_work, state_entries
+from headrace.run.build import Job, build, device_of_plan, links_work, state_entries
 from headrace.run.directory import RunDirectory
 from headrace.run.file import RunFile, read_run_file, to_tree, validate
 from headrace.run.interrupt import Interruption
@@ -79,7 +80,7 @@ def train(source: str | Path | RunFile, overrides: Sequence[str] = ()) -> Path:
     asked = source if isinstance(source, RunFile) else read_run_file(source, overrides)
     directory = RunDirectory(asked.out)
     check_out(directory, asked.model.path)
-    with _plain_warnings(), DirectoryLock(directory.path):
+    with plain_warnings(), DirectoryLock(directory.path):
         clean_leftovers(directory.path)
         try:
             return _run(_open(asked, directory))
@@ -135,6 +136,8 @@ def _work(session: _Session) -> Path:
         raise UserError(str(verdict))
     check_model(session.directory)
     check_reports(session.run.report)
+    if session.run.train.compile:
+        check_compiler(device_of_plan(session.plan))
     check_space(session.directory.path, _checkpoint_bytes(session), session.run.checkpoint.keep)
     print(_first_line(session), flush=True)
     if find_source(session.run.model.path).hub is not None:
@@ -234,7 +237,8 @@ def _train(session: _Session, job: Job) -> Outcome:
                 left = goes_on if session.run.checkpoint.states else "its weights are saved, it cannot go on"
                 progress.say(f"stopped after step {report.number}: {left}")
                 raise KeyboardInterrupt
-    return Outcome(job.steps, time.monotonic() - begin, first, last, evaluated, job.loop.skipped)
+    seconds, skipped = time.monotonic() - begin, (job.loop.skipped, job.loop.skipped_in_a_row)
+    return Outcome(job.steps, seconds, first, last, evaluated, *skipped)
 
 
 def _is_due(run: RunFile, report: StepReport, steps: int) -> bool:
@@ -320,7 +324,7 @@ def _threads(run: RunFile) -> dict[str, int]:
 
 
 @contextmanager
-def _plain_warnings() -> Iterator[None]:
+def plain_warnings() -> Iterator[None]:
     """Headrace's own warnings are sentences for the user: print them as such."""
     show = warnings.showwarning
 

@@ -21,6 +21,7 @@ class Outcome:
         last_loss: of the last step.
         eval_loss: of the last evaluation.
         skipped: steps skipped because of a gradient that was not finite.
+        skipped_at_end: how many of them are the run's last steps.
     """
 
     steps: int
@@ -29,6 +30,7 @@ class Outcome:
     last_loss: float | None
     eval_loss: float | None
     skipped: int
+    skipped_at_end: int = 0
 
 
 def closing(outcome: Outcome, predicted: Ledger, measured: Ledger) -> list[str]:
@@ -40,7 +42,14 @@ def closing(outcome: Outcome, predicted: Ledger, measured: Ledger) -> list[str]:
         parts.append(f"eval {loss_text(outcome.eval_loss)}")
     if outcome.skipped:
         parts.append(f"{_count(outcome.skipped)} skipped")
-    return [f"Done: {', '.join(parts)}", *comparison_table(predicted, measured)]
+    lines = [f"Done: {', '.join(parts)}"]
+    if outcome.skipped_at_end:
+        lines.append(
+            f"! the last {_count(outcome.skipped_at_end)} changed nothing, for a gradient was not finite: "
+            f"the model is that of step {outcome.steps - outcome.skipped_at_end}; lower optim.lr, or look at "
+            "the data"
+        )
+    return [*lines, *comparison_table(predicted, measured)]
 
 
 def comparison_table(predicted: Ledger, measured: Ledger) -> list[str]:

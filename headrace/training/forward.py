@@ -112,7 +112,8 @@ def check_head(model: PreTrainedModel) -> None:
 
     handle = decoder.register_forward_hook(enlarge)
     try:
-        input_ids = torch.arange(_PROBE_TOKENS, device=head.weight_VD.device)[None]
+        vocabulary = head.weight_VD.shape[0]
+        input_ids = torch.arange(_PROBE_TOKENS, device=head.weight_VD.device)[None] % vocabulary
         output = model(input_ids=input_ids, use_cache=False)
     finally:
         handle.remove()

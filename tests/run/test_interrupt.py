@@ -1,5 +1,7 @@
 """Ctrl-C: once, a checkpoint and how to go on; twice, the end at once. No bit is lost either way."""
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ import evidence
 import pressing
 import pytest
 
+from headrace.run.interrupt import Interruption
 from headrace.run.train import train
 
 NOTICE = "Ctrl-C: saving after this step; once more stops at once"
@@ -129,3 +132,16 @@ def test_one_that_python_loses_stops_before_the_first_step(write_run):
     code, printed, errors = press_early("lost", "train", path)
     assert code == 130 and errors.endswith("headrace: stopped")
     assert "step 1" not in printed and evidence.steps(path) == []
+
+
+def test_sigterm_in_training_is_a_ctrl_c(capfd):
+    """Schedulers and containers send it before they kill."""
+    before = signal.getsignal(signal.SIGTERM)
+    with Interruption() as interruption:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert interruption.asked
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+            signal.sigtimedwait([], 1)
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert "SIGTERM: saving after this step; once more stops at once" in capfd.readouterr().err

@@ -11,6 +11,8 @@ import pytest
 
 from headrace.cli.demo import MARK, _empty
 from headrace.cli.main import main
+from headrace.errors import UserError
+from headrace.run.plan import plan
 from headrace.run.train import train
 
 DIGITS = "9" * 5000
@@ -260,3 +262,20 @@ def test_a_demo_empties_an_earlier_one(tmp_path):
     (home / "word" / "model").mkdir(parents=True)
     (home / "word.yaml").touch()
     assert [path.name for path in _empty(home).iterdir()] == [MARK]
+
+
+def test_a_warm_up_longer_than_the_run_is_refused_by_the_plan(write_run):
+    path = write_run()
+    with pytest.raises(UserError, match=r"optim\.warmup=100 steps leaves none of the run's 8"):
+        plan(path, ["optim.warmup=100"])
+    with pytest.raises(UserError, match=r"optim\.warmup=100"):
+        train(path, ["optim.warmup=100"])
+    assert not evidence.home(path).exists()
+
+
+def test_a_tilde_in_out_is_the_home(write_run, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    train(write_run(out="~/run"), ["train.steps=2"])
+    assert (tmp_path / "home" / "run" / "model" / "config.json").is_file()
+    assert not (tmp_path / "~").exists()

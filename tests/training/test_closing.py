@@ -57,3 +57,11 @@ def test_what_was_not_predicted_or_not_used_is_named() -> None:
 def test_outcome_without_losses() -> None:
     empty = Ledger()
     assert closing(Outcome(1, 3.0, None, None, None, 0), empty, empty)[0] == "Done: 1 step, 3.0 s"
+
+
+def test_steps_that_changed_nothing_at_the_end_are_named():
+    empty = Ledger()
+    lines = closing(Outcome(4, 3.0, 8.4, 9.1, None, 3, 3), empty, empty)
+    assert lines[0].endswith("3 steps skipped")
+    assert lines[1].startswith("! the last 3 steps changed nothing, for a gradient was not finite: ")
+    assert "the model is that of step 1" in lines[1]

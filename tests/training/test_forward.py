@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     BertConfig,
     BertLMHeadModel,
     CohereConfig,
@@ -159,3 +161,10 @@ def test_probe_leaves_no_trace() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not any(parameter.grad is not None for parameter in model.parameters())
     assert not model.get_decoder()._forward_hooks
+
+
+@pytest.mark.parametrize("vocabulary", [1, 2, 3])
+def test_a_vocabulary_of_hardly_any_tokens_can_be_looked_at(vocabulary):
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = AutoConfig.for_model("llama", vocab_size=vocabulary, num_key_value_heads=2, **sizes)
+    check_head(AutoModelForCausalLM.from_config(config))
