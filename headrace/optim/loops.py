@@ -41,22 +41,26 @@ def update(
     eps: float,
 ) -> None:
     """AdamW over elements ``starts[i]:stops[i]`` of a bucket for each i, in chunks as long as ``scratch``."""
+    chunk = scratch.numel()
     for index in range(len(starts)):
-        for start in range(starts[index], stops[index], scratch.numel()):
-            stop = min(start + scratch.numel(), stops[index])
-            grad = gradient[start:stop]
+        low, high = starts[index], stops[index]
+        masters = master[low:high].split(chunk)  # fewer calls than a slice at a time
+        firsts, seconds = exp_avg[low:high].split(chunk), exp_avg_sq[low:high].split(chunk)
+        gradients, weights = gradient[low:high].split(chunk), weight[low:high].split(chunk)
+        for number in range(len(masters)):
+            grad = gradients[number]
             if grad.dtype != torch.float32:
-                grad = scratch[: stop - start].copy_(grad)
+                grad = scratch[: grad.numel()].copy_(grad)
                 if coefficient != 1.0:  # the product of 16-bit numbers must be taken in fp32
                     grad.mul_(coefficient)
             elif coefficient != 1.0:
-                grad = torch.mul(grad, coefficient, out=scratch[: stop - start])
-            params = [master[start:stop]]
+                grad = torch.mul(grad, coefficient, out=scratch[: grad.numel()])
+            params = [masters[number]]
             fused_adamw(
                 params,
                 [grad],
-                [exp_avg[start:stop]],
-                [exp_avg_sq[start:stop]],
+                [firsts[number]],
+                [seconds[number]],
                 [counts[index]],
                 lr,
                 beta1,
@@ -65,7 +69,7 @@ def update(
                 eps,
             )
             # Read through the list: TorchScript drops a call whose results it takes for unused.
-            weight[start:stop].copy_(params[0])
+            weights[number].copy_(params[0])
 
 
 def squares(gradient: Tensor, starts: list[int], stops: list[int], scratch: Tensor) -> list[float]:
