@@ -108,15 +108,8 @@ class BlockFile:
     def __init__(self, path: Path, watch: Watch, *, writing: bool) -> None:
         self.path = path
         self._watch = watch
-        flags = (os.O_RDWR | os.O_CREAT if writing else os.O_RDONLY) | getattr(os, "O_BINARY", 0)
-        self.direct = bool(_DIRECT)
-        try:
-            self._descriptor = os.open(path, flags | _DIRECT, 0o666)
-        except OSError as error:
-            if not _DIRECT or error.errno not in _REFUSED:
-                raise
-            self.direct = False
-            self._descriptor = os.open(path, flags, 0o666)
+        flags = os.O_RDWR | os.O_CREAT if writing else os.O_RDONLY
+        self._descriptor, self.direct = open_direct(path, flags)
 
     def __enter__(self) -> "BlockFile":
         return self
@@ -187,6 +180,18 @@ class BlockFile:
             f"{nbytes:,} bytes at {offset:,} of {self.path} cannot be {verb} ({reason(error)}): {fix}, "
             f"then {GO_ON}"
         )
+
+
+def open_direct(path: Path, flags: int) -> tuple[int, bool]:
+    """A descriptor, and whether it passes the system's caches by."""
+    flags |= getattr(os, "O_BINARY", 0)
+    try:
+        return os.open(path, flags | _DIRECT, 0o666), bool(_DIRECT)
+    except OSError as error:
+        if not _DIRECT or error.errno not in _REFUSED:
+            raise
+    # The refusal may have made the file: tmpfs before Linux 6.6 does.
+    return os.open(path, flags & ~os.O_EXCL, 0o666), False
 
 
 def allocate(descriptor: int, nbytes: int) -> bool:

@@ -46,9 +46,14 @@ class DiskPath:
 
 
 def disk_paths(given: Mapping[str, int | str | None] | Sequence[DiskPath]) -> list[DiskPath]:
-    """The paths of a mapping from directories to budgets, ``{"/nvme/headrace": "120GiB"}``, or as given."""
-    if not isinstance(given, Mapping):
+    """The paths of a mapping from directories to budgets, ``{"/nvme/headrace": "120GiB"}``, or as given.
+
+    Raises UserError for what is neither.
+    """
+    if isinstance(given, list | tuple) and all(isinstance(path, DiskPath) for path in given):
         return list(given)
+    if not isinstance(given, Mapping):
+        raise UserError(f'disk={given!r} must be directories with their budgets, like {{"/nvme": "120GiB"}}')
     return [DiskPath(Path(p), None if size is None else parse_size(size)) for p, size in given.items()]
 
 
@@ -179,7 +184,7 @@ class DiskStore:
         """
         checkpoints = list(checkpoints)
         for index, path in enumerate(self.paths):
-            wanted = self._reserved[index] - self._linked(path.path, checkpoints)
+            wanted = self._reserved[index] - self._held(path.path, checkpoints)
             self._set_reserve(path.path, max(0, wanted))
 
     def writing(self, name: str, index: int, tables: Mapping[str, Tensor]) -> Transfer | None:
@@ -238,7 +243,7 @@ class DiskStore:
             file = self._file(name, index)
             with BlockFile(file, self.watch, writing=True) as opened:
                 opened.sync()
-            made.append(_linked(file, directory / f"{name}.p{index}{SUFFIX}"))
+            made.append(_link_or_copy(file, directory / f"{name}.p{index}{SUFFIX}"))
         return made
 
     def adopt(self, name: str, index: int, file: Path) -> None:
@@ -246,7 +251,7 @@ class DiskStore:
         part, _ = read_part(file)
         target = self._file(name, index)
         target.unlink(missing_ok=True)
-        _linked(file, target)
+        _link_or_copy(file, target)
         self._parts[name, index] = part
 
     def close(self) -> None:
@@ -297,7 +302,7 @@ class DiskStore:
     def _taken(self, path: Path) -> int:
         return sum(file.stat().st_size for file in path.glob(f"{self._prefix}*"))
 
-    def _linked(self, path: Path, checkpoints: Sequence[Path]) -> int:
+    def _held(self, path: Path, checkpoints: Sequence[Path]) -> int:
         """Bytes that buffers and links to earlier ones take on this path's file system, each file once."""
         device = path.stat().st_dev
         files = list(path.glob(f"{self._prefix}*{SUFFIX}"))
@@ -329,12 +334,21 @@ class DiskStore:
 
 
 _said: set[Path] = set()
+_copied: set[Path] = set()
+"""Directories of which it was said already that they know no direct I/O, or cannot be linked from."""
 
 
-def _linked(source: Path, target: Path) -> Path:
+def _link_or_copy(source: Path, target: Path) -> Path:
     try:
         os.link(source, target)
-    except OSError:
+    except OSError as error:
+        if source.parent not in _copied:
+            _copied.add(source.parent)
+            warnings.warn(
+                f"{target.parent.parent} cannot link to files in {source.parent} ({reason(error)}): states "
+                "are copied at every checkpoint and resume",
+                stacklevel=2,
+            )
         shutil.copyfile(source, target)
         with target.open("rb+") as file:
             os.fsync(file.fileno())

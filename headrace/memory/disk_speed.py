@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.memory import blocks
+from headrace.memory.blocks import BLOCK
 
 MOST_BYTES = 256 * 2**20
 """What a measurement writes at most."""
 
-_BLOCK = 4 * 2**20  # bytes a call: large enough that calls do not count
 _MOST_SECONDS = 2.0  # of writing: a slow disk is known by then
 _SPARED = 4  # part of the free space that is not taken
-_DIRECT: int = getattr(os, "O_DIRECT", 0)
 
 
 @dataclass(frozen=True)
@@ -41,10 +40,10 @@ def measure(directory: Path, most_bytes: int = MOST_BYTES) -> DiskSpeed | None:
     """
     path = directory / f".headrace-disk-speed-{os.getpid()}"
     try:
-        count = min(most_bytes, shutil.disk_usage(directory).free // _SPARED) // _BLOCK
+        count = min(most_bytes, shutil.disk_usage(directory).free // _SPARED) // BLOCK
         if not count:
             return None
-        descriptor, direct = _open(path)
+        descriptor, direct = blocks.open_direct(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     except OSError:
         return None
     try:
@@ -58,34 +57,24 @@ def measure(directory: Path, most_bytes: int = MOST_BYTES) -> DiskSpeed | None:
         path.unlink(missing_ok=True)
 
 
-def _open(path: Path) -> tuple[int, bool]:
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
-    if _DIRECT:
-        try:
-            return os.open(path, flags | _DIRECT, 0o600), True
-        except OSError:  # such as tmpfs before Linux 6.6
-            path.unlink(missing_ok=True)
-    return os.open(path, flags, 0o600), False
-
-
 def _measure(descriptor: int, direct: bool, count: int) -> DiskSpeed:
-    with mmap.mmap(-1, _BLOCK) as region:  # aligned to a page, as O_DIRECT wants it
-        region[:] = os.urandom(2**16) * (_BLOCK // 2**16)  # some disks shorten zeros
+    with mmap.mmap(-1, BLOCK) as region:  # aligned to a page, as O_DIRECT wants it
+        region[:] = os.urandom(2**16) * (BLOCK // 2**16)  # some disks shorten zeros
         with memoryview(region) as block:
             begin, written = time.perf_counter(), 0
-            while not written or (written < count * _BLOCK and time.perf_counter() - begin < _MOST_SECONDS):
+            while not written or (written < count * BLOCK and time.perf_counter() - begin < _MOST_SECONDS):
                 written += _whole(blocks.write_at(descriptor, block, written))
             os.fsync(descriptor)
             write = written / (time.perf_counter() - begin)
             if not direct and sys.platform == "linux":
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             begin = time.perf_counter()
-            for offset in range(0, written, _BLOCK):
+            for offset in range(0, written, BLOCK):
                 _whole(blocks.read_at(descriptor, block, offset))
             return DiskSpeed(direct, write, written / (time.perf_counter() - begin))
 
 
 def _whole(done: int) -> int:
-    if done != _BLOCK:
-        raise OSError(f"{done} of {_BLOCK} bytes went through: the disk is full")
+    if done != BLOCK:
+        raise OSError(f"{done} of {BLOCK} bytes went through: the disk is full")
     return done

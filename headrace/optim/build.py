@@ -11,7 +11,7 @@ from headrace.ledger import Ledger
 from headrace.memory.budget import Budget
 from headrace.memory.disk import DiskPath, DiskStore
 from headrace.memory.pool import HostPool
-from headrace.optim.checks import device_of
+from headrace.optim.checks import check_places, device_of
 from headrace.optim.engine import Engine
 from headrace.optim.policies.base import Policy
 from headrace.optim.states import DiskStates, RamStates, States
@@ -87,6 +87,7 @@ def _states(
     window: int,
     kept: int,
 ) -> States:
+    check_places(window, kept)
     if not disk:
         return RamStates(layout, tables, pool)
     sizes = [path.size for path in disk if path.size is not None]

@@ -57,6 +57,14 @@ def check_options(
         raise UserError(f"ledger={ledger!r} must be a Ledger, or None for a new one")
 
 
+def check_places(window: Any, kept: Any) -> None:
+    """Raise UserError for numbers of buckets in memory, and of checkpoints, that cannot be."""
+    if not _whole(window) or window < 1:
+        raise UserError(f"window={window!r} must be a whole number of at least 1")
+    if not _whole(kept) or kept < 0:
+        raise UserError(f"kept={kept!r} must be a whole number, 0 for none")
+
+
 def check_group(group: Mapping[str, Any], where: str = "") -> None:
     """Raise UserError unless a param group's AdamW numbers are such that it can train.
 

@@ -227,7 +227,11 @@ class DiskStates(States):
         if transfer is None:
             return 0
         workers, start = self._workers("write", path), time.perf_counter()
-        workers.run(lambda worker: transfer.write(worker, workers.count))
+        try:
+            workers.run(lambda worker: transfer.write(worker, workers.count))
+        except BaseException:
+            transfer.close()
+            raise
         self.disk.written(_name(bucket), path, transfer.finish())
         self.disk.speeds.note(path, "write", transfer.part.nbytes, time.perf_counter() - start)
         return transfer.part.nbytes

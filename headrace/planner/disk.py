@@ -4,12 +4,9 @@ from collections import Counter
 
 from headrace.machine.paths import split
 from headrace.planner.shape import ModelShape
-from headrace.planner.workload import Workload
+from headrace.planner.workload import STATE, Workload
 from headrace.schedule.action import Action, Kind
 from headrace.schedule.window import Read, Window, Write
-
-STATE = 3 * 4
-"""Bytes of a parameter's optimizer state: master weight and two moments in fp32."""
 
 DISK_BLOCK = 1024
 """Elements of fp32 in a block of the disk: places of the window are whole ones (memory.blocks.ALIGN)."""

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from headrace.ledger import PURPOSES, Ledger
 from headrace.machine.machine import Machine
 from headrace.planner.activations import SavedBytes
-from headrace.planner.disk import STATE, disk_bytes, path_bytes, window_bytes
+from headrace.planner.disk import disk_bytes, path_bytes, window_bytes
 from headrace.planner.lora_activations import saved_bytes
 from headrace.planner.shape import ModelShape
-from headrace.planner.workload import Workload, kernel_lengths, round_length
+from headrace.planner.workload import STATE, Workload, kernel_lengths, round_length
 from headrace.schedule.action import Action, Kind
 
 MIB = 2**20

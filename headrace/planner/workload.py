@@ -11,6 +11,10 @@ ELEMENT = {"bf16": 2, "fp32": 4}
 """Bytes of one element of a training dtype."""
 
 
+STATE = 3 * 4
+"""Bytes of a parameter's optimizer state: master weight and two moments in fp32."""
+
+
 @dataclass(frozen=True)
 class Workload:
     """One optimizer step.

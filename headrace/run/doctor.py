@@ -16,7 +16,7 @@ from headrace.machine import system
 from headrace.machine.cores import auto_threads
 from headrace.machine.system import Cores, Memory, Mount
 from headrace.memory.disk_speed import DiskSpeed, measure
-from headrace.planner.memory import STATE
+from headrace.planner.workload import STATE
 
 REQUIRED = ("headrace", "torch", "transformers", "accelerate", "datasets", "tokenizers", "numpy", "pyarrow")
 OPTIONAL = {

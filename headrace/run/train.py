@@ -30,7 +30,7 @@ from headrace.memory.process import peak_resident_bytes
 from headrace.models.compiled import check_compiler
 from headrace.models.source import find_source
 from headrace.optim.offloaded import SkippedStep
-from headrace.planner.disk import STATE
+from headrace.planner.workload import STATE
 from headrace.run.base import base_of, check_base
 from headrace.run.build import Job, build, device_of_plan, links_work, state_entries
 from headrace.run.directory import RunDirectory

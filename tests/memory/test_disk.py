@@ -158,6 +158,24 @@ def test_a_checkpoint_is_a_link_that_no_later_write_touches(tmp_path):
     store.close()
 
 
+def test_where_links_do_not_work_files_are_copied_and_it_is_said_once(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+    monkeypatch.setattr(os, "link", refuse)
+    form, kept = Form(STATES, 3 * UNIT), tmp_path / "run" / "checkpoint"
+    store = store_on(tmp_path / "disk")
+    kept.mkdir(parents=True)
+    for name in ("b0", "b1"):
+        store.declare(name, form)
+        write(store, name, memory(form, seed=1))
+    with pytest.warns(UserWarning, match=r"run cannot link to files in .*disk .*states are copied") as said:
+        files = [file for name in ("b0", "b1") for file in store.link(name, kept)]
+    write(store, "b0", memory(form, seed=2))
+    assert len(said) == 1 and [verify(file, Watch()) for file in files] == [None, None]
+    store.close()
+
+
 def test_space_is_claimed_and_claimed_again(tmp_path):
     form = Form(STATES, 4 * UNIT)
     store, kept = store_on(tmp_path / "disk", limit=2**30), tmp_path / "checkpoint"

@@ -21,7 +21,7 @@ def test_it_measures_and_leaves_nothing(tmp_path: Path) -> None:
 def test_it_works_without_direct_access_and_vectored_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_speed, "_DIRECT", 0)
+    monkeypatch.setattr(blocks, "_DIRECT", 0)
     monkeypatch.delattr(os, "preadv", raising=False)
     monkeypatch.delattr(os, "pwritev", raising=False)
     speed = measure(tmp_path, 8 * MIB)

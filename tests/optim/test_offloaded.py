@@ -359,6 +359,10 @@ def test_budget_is_refused_before_allocating():
         ({"bucket": 1000}, "multiple of 65,536"),
         ({"micro_batches": 0}, "micro_batches=0"),
         ({"host": "lots"}, "not a size"),
+        ({"disk": "/nvme"}, "disk='/nvme' must be directories with their budgets"),
+        ({"disk": {"/tmp": "lots"}}, "not a size"),
+        ({"window": 0}, "window=0 must be a whole number of at least 1"),
+        ({"kept": -1}, "kept=-1 must be"),
     ],
 )
 def test_wrong_arguments(arguments, message):

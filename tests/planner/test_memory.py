@@ -13,8 +13,10 @@ from headrace.machine.machine import Machine
 from headrace.memory.shapes import round_length as computed_length
 from headrace.optim.kernel import CHUNK
 from headrace.optim.offloaded import OffloadedAdamW
+from headrace.optim.states import whole_blocks
 from headrace.optim.store import STAGING
 from headrace.planner import memory
+from headrace.planner.disk import DISK_BLOCK
 from headrace.planner.shape import ModelShape
 from headrace.planner.workload import Workload, divisors, kernel_lengths, round_length
 from headrace.schedule.action import Action, Kind
@@ -35,6 +37,7 @@ def test_constants_are_those_of_the_code_that_they_describe() -> None:
     assert memory.NORM_SCRATCH == BLOCK * 8
     assert memory.HEAD_ROWS == loss._HEAD_ROWS
     assert Workload(1).staging == STAGING
+    assert whole_blocks(1) == DISK_BLOCK
 
 
 @given(length=st.integers(1, 10**6))

@@ -84,7 +84,7 @@ TORCHTUNE = """
 tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, max_seq_len: 512}
 dataset: {_component_: torchtune.datasets.alpaca_dataset, packed: false}
 shuffle: true
-checkpointer: {checkpoint_dir: /tmp/x}
+checkpointer: {checkpoint_dir: base}
 resume_from_checkpoint: false
 batch_size: 2
 optimizer: {_component_: torch.optim.AdamW, lr: 2e-5}
@@ -99,7 +99,7 @@ device: cuda
 enable_activation_checkpointing: true
 enable_activation_offloading: false
 metric_logger: {log_dir: x}
-output_dir: /tmp/out
+output_dir: out
 log_every_n_steps: 1
 log_peak_memory_stats: true
 profiler: {enabled: false}
