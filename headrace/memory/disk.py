@@ -7,7 +7,10 @@ holds never changes. Dividing by speed: Maurya et al. 2025 (MLP-Offload), sectio
 
 import os
 import shutil
+import threading
+import time
 import warnings
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -17,16 +20,23 @@ from torch import Tensor
 
 from headrace.config import format_size, parse_size
 from headrace.errors import RunStopped, UserError, reason
+from headrace.lanes.workers import Workers
 from headrace.machine.paths import split
-from headrace.memory.blocks import GO_ON, Block, BlockFile, Watch, allocate
+from headrace.memory.blocks import GO_ON, BlockFile, Watch, allocate
 from headrace.memory.budget import Budget
 from headrace.memory.disk_speed import measure
-from headrace.memory.durable import DISK_FULL, sync_directory
+from headrace.memory.durable import DISK_FULL
+from headrace.memory.links import link_or_copy
 from headrace.memory.lock import DirectoryLock
-from headrace.memory.parts import Form, Part, read_part, write_header
+from headrace.memory.parts import Form, Part, read_part
 from headrace.memory.speeds import PathSpeeds
+from headrace.memory.transfer import Transfer
 
 SUFFIX = ".safetensors"
+
+TRANSFERS = 4
+"""Threads of one direction of one path: one waits for the disk while others sum and hand over."""
+
 _RESERVE = "reserved-space"
 
 
@@ -69,37 +79,6 @@ def _speed(path: Path) -> float:
     return 1 / (1 / found.read + 1 / found.write) if found else 1.0
 
 
-class Transfer:
-    """One part on its way to or from the disk; several workers take a share of its blocks each."""
-
-    def __init__(self, file: BlockFile, part: Part, blocks: Sequence[Block]) -> None:
-        self.part = part
-        self._file = file
-        self._blocks = blocks
-        self._sums = list(part.checksums) or [0] * len(blocks)
-
-    def read(self, worker: int, workers: int) -> None:
-        """Read a worker's share of the blocks."""
-        for index in range(worker, len(self._blocks), workers):
-            self._file.read(self._blocks[index], self._sums[index])
-
-    def write(self, worker: int, workers: int) -> None:
-        """Write a worker's share of the blocks."""
-        for index in range(worker, len(self._blocks), workers):
-            self._sums[index] = self._file.write(self._blocks[index])
-
-    def close(self) -> None:
-        """Close the file after reading."""
-        self._file.close()
-
-    def finish(self) -> Part:
-        """Write the header after all blocks, close the file, and return the part with its checksums."""
-        with self._file:
-            part = replace(self.part, checksums=tuple(self._sums))
-            write_header(self._file, part)
-        return part
-
-
 class DiskStore:
     """Buffers of one rank on disk paths, within their budgets.
 
@@ -121,7 +100,10 @@ class DiskStore:
         self.watch = watch or Watch()
         self.speeds = PathSpeeds([path.path for path in self.paths], [1.0] * len(paths))
         self._budget = budget
-        self._booked = ("states", 0)
+        self._booked: list[tuple[str, int]] = []
+        self._new: list[str] = []  # declared, but without claimed space
+        self._teams: dict[tuple[str, int], Workers] = {}
+        self._turns: defaultdict[tuple[str, int], threading.Lock] = defaultdict(threading.Lock)
         self._prefix = f"headrace-r{rank}-"
         self._forms: dict[str, Form] = {}
         self._numbers: dict[str, int] = {}
@@ -145,20 +127,27 @@ class DiskStore:
         assert name not in self._forms, name
         self._numbers[name] = len(self._forms)
         self._forms[name] = form
+        self._new.append(name)
 
     def form(self, name: str) -> Form:
         """The form of a declared buffer."""
         return self._forms[name]
 
     def reserve(self, copies: int, purpose: str, what: str) -> None:
-        """Claim the space of ``copies`` of every declared buffer, at once on the disk where it can be.
+        """Claim the space of ``copies`` of every buffer declared since, on the disk at once where it can be.
 
         The budget counts the living ones; the others are links that checkpoints hold.
+
+        Args:
+            copies: of each, with itself.
+            purpose: of the buffers, in the ledger.
+            what: names them in a refusal.
 
         Raises:
             UserError: a budget or a disk has no room for its share.
         """
-        wanted = [copies * self._share(index) for index in range(len(self.paths))]
+        more = [copies * self._share(self._new, index) for index in range(len(self.paths))]
+        wanted = [had + new for had, new in zip(self._reserved, more, strict=True)]
         for path, nbytes in zip(self.paths, wanted, strict=True):
             free = shutil.disk_usage(path.path).free + self._taken(path.path)
             if path.size is not None and nbytes > path.size:
@@ -171,10 +160,48 @@ class DiskStore:
                     f"{what} needs {format_size(nbytes)} in {path.path}, where {format_size(free)} are free: "
                     "make room, or name another path in memory.disk"
                 )
-        living = sum(form.nbytes for form in self._forms.values())
+        living = sum(self._forms[name].nbytes for name in self._new)
         self._budget.reserve(purpose, living, what)
-        self._booked, self._reserved = (purpose, living), wanted
+        self._booked.append((purpose, living))
+        self._reserved = wanted
+        self._new.clear()
         self.top_up(())
+
+    def read(self, name: str, index: int, tables: Mapping[str, Tensor]) -> int:
+        """Read a buffer's part on path ``index`` into memory; returns its bytes.
+
+        Raises:
+            RunStopped: the file is not as it was written, or the disk fails.
+        """
+        with self._turns["read", index]:
+            transfer = self.reading(name, index, tables)
+            if transfer is None:
+                return 0
+            team, start = self._team("read", index), time.perf_counter()
+            try:
+                team.run(lambda worker: transfer.read(worker, team.count))
+            finally:
+                transfer.close()
+            return self._moved(index, "read", transfer, start)
+
+    def write(self, name: str, index: int, tables: Mapping[str, Tensor]) -> int:
+        """Write a buffer's part on path ``index``; returns its bytes.
+
+        Raises:
+            RunStopped: the disk is full, or fails.
+        """
+        with self._turns["write", index]:
+            transfer = self.writing(name, index, tables)
+            if transfer is None:
+                return 0
+            team, start = self._team("write", index), time.perf_counter()
+            try:
+                team.run(lambda worker: transfer.write(worker, team.count))
+            except BaseException:
+                transfer.close()
+                raise
+            self.written(name, index, transfer.finish())
+            return self._moved(index, "write", transfer, start)
 
     def top_up(self, checkpoints: Iterable[Path]) -> None:
         """Claim again what became free: to be called after checkpoints were written and removed.
@@ -243,7 +270,7 @@ class DiskStore:
             file = self._file(name, index)
             with BlockFile(file, self.watch, writing=True) as opened:
                 opened.sync()
-            made.append(_link_or_copy(file, directory / f"{name}.p{index}{SUFFIX}"))
+            made.append(link_or_copy(file, directory / f"{name}.p{index}{SUFFIX}"))
         return made
 
     def adopt(self, name: str, index: int, file: Path) -> None:
@@ -251,20 +278,36 @@ class DiskStore:
         part, _ = read_part(file)
         target = self._file(name, index)
         target.unlink(missing_ok=True)
-        _link_or_copy(file, target)
+        link_or_copy(file, target)
         self._parts[name, index] = part
 
     def close(self) -> None:
-        """Remove this rank's files and give the paths free."""
+        """Remove this rank's files, but for what checkpoints hold, and give the paths free; once."""
+        for team in self._teams.values():
+            if not self.watch.hangs:
+                team.close()
+        self._teams.clear()
         for path in self.paths:
             self._clean(path.path)
-        self._budget.release(*self._booked)
+        while self._booked:
+            self._budget.release(*self._booked.pop())
         self._reserved = [0] * len(self.paths)
         self._resources.close()
 
-    def _share(self, index: int) -> int:
-        """Bytes of all buffers' files on a path."""
-        parts = (self._part(name, index) for name in self._forms)
+    def _team(self, direction: str, index: int) -> Workers:
+        key = direction, index
+        if key not in self._teams:
+            self._teams[key] = Workers(TRANSFERS)
+        return self._teams[key]
+
+    def _moved(self, index: int, direction: str, transfer: Transfer, start: float) -> int:
+        nbytes = transfer.part.nbytes
+        self.speeds.note(index, direction, nbytes, time.perf_counter() - start)
+        return nbytes
+
+    def _share(self, names: Iterable[str], index: int) -> int:
+        """Bytes of buffers' files on a path."""
+        parts = (self._part(name, index) for name in names)
         return sum(part.file_bytes for part in parts if part.low < part.high)
 
     def _part(self, name: str, index: int) -> Part:
@@ -334,23 +377,4 @@ class DiskStore:
 
 
 _said: set[Path] = set()
-_copied: set[Path] = set()
-"""Directories of which it was said already that they know no direct I/O, or cannot be linked from."""
-
-
-def _link_or_copy(source: Path, target: Path) -> Path:
-    try:
-        os.link(source, target)
-    except OSError as error:
-        if source.parent not in _copied:
-            _copied.add(source.parent)
-            warnings.warn(
-                f"{target.parent.parent} cannot link to files in {source.parent} ({reason(error)}): states "
-                "are copied at every checkpoint and resume",
-                stacklevel=2,
-            )
-        shutil.copyfile(source, target)
-        with target.open("rb+") as file:
-            os.fsync(file.fileno())
-    sync_directory(target.parent)
-    return target
+"""Directories of which it was said already that they know no direct I/O."""

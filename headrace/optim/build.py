@@ -65,7 +65,7 @@ def build_engine(
     pool = HostPool(on_host, pin=device.type == "cuda")
     store = HostStore(
         layout,
-        _states(layout, policy.tables, pool, ledger, disk, window, kept),
+        _states(layout, policy.tables, pool, _disk(disk, ledger, resources), window, kept),
         pool,
         capacity=bucket,
         summed=summed,
@@ -78,23 +78,20 @@ def build_engine(
     return Engine(WorkingWeights(named), store, policy, lanes, on_device, micro_batches)
 
 
+def _disk(paths: Sequence[DiskPath], ledger: Ledger, resources: ExitStack) -> DiskStore | None:
+    if not paths:
+        return None
+    sizes = [path.size for path in paths if path.size is not None]
+    limit = sum(sizes) if len(sizes) == len(paths) else None
+    store = DiskStore(paths, Budget("disk", limit, ledger, "memory.disk"))
+    resources.callback(store.close)
+    return store
+
+
 def _states(
-    layout: Layout,
-    tables: Sequence[str],
-    pool: HostPool,
-    ledger: Ledger,
-    disk: Sequence[DiskPath],
-    window: int,
-    kept: int,
+    layout: Layout, tables: Sequence[str], pool: HostPool, disk: DiskStore | None, window: int, kept: int
 ) -> States:
     check_places(window, kept)
-    if not disk:
+    if disk is None:
         return RamStates(layout, tables, pool)
-    sizes = [path.size for path in disk if path.size is not None]
-    limit = sum(sizes) if len(sizes) == len(disk) else None
-    store = DiskStore(disk, Budget("disk", limit, ledger, "memory.disk"))
-    try:
-        return DiskStates(layout, tables, pool, store, places=window, kept=kept)
-    except BaseException:
-        store.close()
-        raise
+    return DiskStates(layout, tables, pool, disk, places=window, kept=kept)

@@ -1,7 +1,6 @@
 """Where master weights and moments live: all in memory, or on the disk behind a window of memory."""
 
 import json
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -10,7 +9,6 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor
 
-from headrace.lanes.workers import Workers
 from headrace.memory.blocks import ALIGN
 from headrace.memory.disk import SUFFIX, DiskStore
 from headrace.memory.parts import Form, read_part
@@ -26,9 +24,6 @@ Fill = Callable[[str, str, int, int, Tensor], None]
 
 Files = Sequence[Path]
 """What :meth:`DiskStates.save` makes of states."""
-
-TRANSFERS = 4
-"""Threads of one direction of one disk path: one waits for the disk while others sum and hand over."""
 
 
 class States(ABC):
@@ -100,7 +95,7 @@ class DiskStates(States):
         layout: the buckets.
         names: of the tables.
         pool: hands out the memory of the window.
-        disk: keeps the rest; it belongs to this object from now on.
+        disk: keeps the rest.
         places: buckets in memory at once.
         kept: how many checkpoints will hold states beside the living ones, for which space is claimed.
 
@@ -125,7 +120,6 @@ class DiskStates(States):
         self._pool = pool
         self._layout = layout
         self._known: set[int] = set()  # buckets that have content
-        self._threads: dict[tuple[str, int], Workers] = {}
         largest = max((bucket.size for bucket in layout.buckets), default=0)
         self._places: list[Tables] = []
         for place in range(self.window.places):
@@ -210,42 +204,17 @@ class DiskStates(States):
 
     def read(self, bucket: Bucket, path: int, tables: Tables) -> int:
         """Read a bucket's part from a path; returns its bytes."""
-        transfer = self.disk.reading(_name(bucket), path, tables)
-        if transfer is None:
-            return 0
-        workers, start = self._workers("read", path), time.perf_counter()
-        try:
-            workers.run(lambda worker: transfer.read(worker, workers.count))
-        finally:
-            transfer.close()
-        self.disk.speeds.note(path, "read", transfer.part.nbytes, time.perf_counter() - start)
-        return transfer.part.nbytes
+        return self.disk.read(_name(bucket), path, tables)
 
     def write(self, bucket: Bucket, path: int, tables: Tables) -> int:
         """Write a bucket's part to a path; returns its bytes."""
-        transfer = self.disk.writing(_name(bucket), path, tables)
-        if transfer is None:
-            return 0
-        workers, start = self._workers("write", path), time.perf_counter()
-        try:
-            workers.run(lambda worker: transfer.write(worker, workers.count))
-        except BaseException:
-            transfer.close()
-            raise
-        self.disk.written(_name(bucket), path, transfer.finish())
-        self.disk.speeds.note(path, "write", transfer.part.nbytes, time.perf_counter() - start)
-        return transfer.part.nbytes
+        return self.disk.write(_name(bucket), path, tables)
 
     def close(self) -> None:
-        """See :class:`States`; the files go, but for what checkpoints hold."""
+        """See :class:`States`."""
         while self._places:
             for table in self._places.pop().values():
                 self._pool.give_back(table)
-        for workers in self._threads.values():
-            if not self.disk.watch.hangs:
-                workers.close()
-        self._threads.clear()
-        self.disk.close()
 
     def _drain(self) -> None:
         """Let everything that is on its way arrive."""
@@ -267,12 +236,6 @@ class DiskStates(States):
         else:
             for table in tables.values():
                 table.zero_()
-
-    def _workers(self, direction: str, path: int) -> Workers:
-        key = direction, path
-        if key not in self._threads:
-            self._threads[key] = Workers(TRANSFERS)
-        return self._threads[key]
 
     def _notes(self, bucket: Bucket) -> dict[str, str]:
         """Which elements of which parameters the bucket holds, for whoever reads its file later."""
