@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "machine": set(),
     "planner": {"schedule", "machine"},
     "lanes": {"machine"},
-    "memory": {"machine", "lanes"},
+    "memory": {"schedule", "machine", "lanes"},
     "optim": LOWER,
     "models": LOWER,
     "data": LOWER,

@@ -7,7 +7,7 @@ it was given. On CUDA the link lanes own a stream each; the code above them is t
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -68,13 +68,17 @@ class Lanes:
         device: where compute happens; a CUDA device gives the link lanes a stream each.
         ledger: where seconds, bytes and stalls are booked.
         workers: threads of the ``cpu`` lane.
+        paces: lane -> bytes a second to which it is held, for links that are tried and not there.
 
     Attributes:
         watch: called now and then while compute waits; raises when what it waits for will never come.
     """
 
-    def __init__(self, device: torch.device, ledger: Ledger, workers: int) -> None:
+    def __init__(
+        self, device: torch.device, ledger: Ledger, workers: int, paces: Mapping[str, float] | None = None
+    ) -> None:
         self.device = device
+        self.paces = dict(paces or {})
         self.ledger = ledger
         self.trace = Trace()
         self.workers = Workers(workers)
@@ -139,6 +143,7 @@ class _Lane:
     def __init__(self, name: str, lanes: Lanes, stream: "torch.cuda.Stream | None") -> None:
         self._lanes = lanes
         self._stream = stream
+        self._pace = lanes.paces.get(name)
         self._inbox: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self.thread = start_thread(f"headrace-{name}", self._serve)
 
@@ -170,6 +175,8 @@ class _Lane:
         start = time.perf_counter()
         with self._on_stream(job):
             nbytes = job.work()
+        if self._pace is not None:
+            time.sleep(max(0.0, start + nbytes / self._pace - time.perf_counter()))
         self._lanes.book(job.event.action, job.step, start, nbytes)
 
     @contextmanager

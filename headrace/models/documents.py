@@ -1,7 +1,7 @@
 """The documents of the model call that is running, for architectures that do not hand them to attention."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +58,19 @@ def noted_documents(module: torch.nn.Module) -> Documents | None:
     return given.documents
 
 
+def both(outer: Contexts, inner: Contexts | None) -> Contexts:
+    """Contexts of a layer that are entered one inside the other, for its forward as for its recomputation."""
+    if inner is None:
+        return outer
+
+    def contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
+        pairs = zip(outer(), inner(), strict=True)
+        forward, again = (_nested(*pair) for pair in pairs)
+        return forward, again
+
+    return contexts
+
+
 class Recalling:
     """For ``context_fn`` of ``torch.utils.checkpoint``: recompute a layer on the documents of its forward.
 
@@ -72,6 +85,12 @@ class Recalling:
         """The contexts of one layer's forward and of its recomputation."""
         forward, again = self._contexts() if self._contexts else (nullcontext(), nullcontext())
         return forward, _Recalled(again, _given.get())
+
+
+@contextmanager
+def _nested(outer: AbstractContextManager, inner: AbstractContextManager) -> Iterator[None]:
+    with outer, inner:
+        yield
 
 
 class _Recalled(AbstractContextManager):

@@ -1,12 +1,18 @@
 """Activation checkpointing of a Hugging Face model's layers: keep each layer's input, recompute the rest."""
 
+from collections.abc import Mapping
+from functools import partial
+
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from headrace.errors import UserError
-from headrace.models.documents import Contexts, Recalling
+from headrace.models.documents import Contexts, Recalling, both
 
 
-def recompute_layers(model: nn.Module, contexts: Contexts | None = None) -> None:
+def recompute_layers(
+    model: nn.Module, contexts: Contexts | None = None, of_layers: Mapping[nn.Module, Contexts] | None = None
+) -> None:
     """Recompute every layer in backward (Chen et al. 2016), by transformers' own switch, non-reentrant.
 
     Calling it again replaces the contexts. The model must be in training mode for it to act.
@@ -14,6 +20,7 @@ def recompute_layers(model: nn.Module, contexts: Contexts | None = None) -> None
     Args:
         model: a transformers model.
         contexts: of each layer's forward and recomputation, ``context_fn`` of ``torch.utils.checkpoint``.
+        of_layers: further ones of single layers, entered outside of the others.
 
     Raises:
         UserError: if the model cannot recompute its layers.
@@ -29,3 +36,6 @@ def recompute_layers(model: nn.Module, contexts: Contexts | None = None) -> None
     if hasattr(model, "disable_input_require_grads"):
         # The reentrant kind needs gradients at its inputs. This one would run backward where nothing trains.
         model.disable_input_require_grads()  # type: ignore[operator]
+    for layer, own in (of_layers or {}).items():
+        function = partial(checkpoint, use_reentrant=False, context_fn=Recalling(both(own, contexts)))
+        layer._gradient_checkpointing_func = function  # type: ignore[assignment]

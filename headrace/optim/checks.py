@@ -13,10 +13,10 @@ from torch.nn.parameter import is_lazy
 
 from headrace.errors import UserError
 from headrace.ledger import Ledger
+from headrace.memory.weights import NAMES
 from headrace.optim.config import LARGEST
 from headrace.optim.kernel import Hyper
 from headrace.optim.policies.base import Policy
-from headrace.optim.store import NAMES
 
 MOST_WORKERS = 1024
 """More threads than any machine has cores for; each takes 0.63 MiB of scratch."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from headrace.lanes.lanes import Event, Lanes
 from headrace.memory.budget import Budget
 from headrace.optim.collect import Collector
+from headrace.optim.home import leaves_staging, sent_home
 from headrace.optim.kernel import CHUNK, Hyper
 from headrace.optim.norm import NO_NORM, Norm, NormSums
 from headrace.optim.policies.base import Emission, Executor, Policy
@@ -54,7 +55,7 @@ class Engine:
         self.device = device
         self.collector = Collector(store.layout)
         self.sums = NormSums(store.layout)
-        self.counts = [0] * len(weights.flat)
+        self.counts = [0] * weights.count
         self.norm = NO_NORM
         self.hypers: Sequence[Hyper] = ()
         self.limit = 0.0
@@ -64,12 +65,11 @@ class Engine:
         self._in_flight: deque[Event] = deque()
         self._events: dict[tuple[int, Action], Event] = {}
         self._due: list[tuple[int, Event]] = []
-        self._staging_users: dict[tuple[str, int], Event] = {}
+        self._staging_users: dict[tuple[str, int], list[Event]] = {}
         self._streaming: Streaming | None = None
         if isinstance(store.states, DiskStates):
             self._streaming = Streaming(store.states.window, len(store.states.disk.paths))
             store.states.drain = WeakMethod(self.drain)
-            lanes.watch = store.states.disk.watch.check
 
     def arrive(self, parameter: int, gradient: Tensor) -> None:
         """Take a complete gradient of one micro-batch; its bucket leaves when it was the last one missing."""
@@ -93,6 +93,8 @@ class Engine:
         """
         self._flush()
         self.hypers, self.limit, self.norm = hypers, limit, NO_NORM
+        if self.weights.off is not None:
+            self.weights.off.withdraw()
         for emission in self._streamed(self._policy.update(self._active(), self._shape)):
             self._emit(emission)
             if not self.norm.finite:
@@ -108,11 +110,12 @@ class Engine:
 
     def adopt_weights(self, parameters: Container[int] | None = None) -> None:
         """Fill the master weights, of all or of some parameters, from the working weights."""
-        chosen = range(len(self.weights.flat)) if parameters is None else parameters
+        chosen = range(self.weights.count) if parameters is None else parameters
         for bucket, tables in self._visit(chosen, write=True):
-            for s in (s for s in bucket.segments if s.parameter in chosen):
-                master = tables["master"][s.offset : s.end]
-                master.copy_(self.weights.flat[s.parameter][s.start : s.stop])
+            with self.weights.visited(bucket, write=False) as weights:
+                for s, weight in zip(bucket.segments, weights, strict=True):
+                    if s.parameter in chosen:
+                        tables["master"][s.offset : s.end].copy_(weight)
         self.weights.remember()
 
     def adopt_changes(self, parameter: int | None = None) -> None:
@@ -141,9 +144,9 @@ class Engine:
     def publish_weights(self) -> None:
         """Round the master weights into the working weights."""
         for bucket, tables in self.store.states.visit(self.store.layout.buckets, write=False):
-            for s in bucket.segments:
-                master = tables["master"][s.offset : s.end]
-                self.weights.flat[s.parameter][s.start : s.stop].copy_(master)
+            with self.weights.visited(bucket, write=True) as weights:
+                for s, weight in zip(bucket.segments, weights, strict=True):
+                    weight.copy_(tables["master"][s.offset : s.end])
         self.weights.remember()
 
     def pieces(self, table: str, parameter: int) -> list[Tensor]:
@@ -193,6 +196,8 @@ class Engine:
         return [buckets[index] for index in (self._streaming.ordered(seen) if self._streaming else seen)]
 
     def _streamed(self, emissions: Sequence[Emission]) -> Iterable[Emission]:
+        if self.weights.off is not None:
+            emissions = list(sent_home(emissions, self.store.layout, self.weights.off))
         return self._streaming.around(emissions, self.lanes.step) if self._streaming else emissions
 
     def _updated(self) -> set[int]:
@@ -214,8 +219,8 @@ class Engine:
             after += self._staging_free(action)
         event = self.lanes.submit(action, partial(execute, self, action, emission.place), after)
         self._events[step, action] = event
-        if action.kind is Kind.UP and (staging := self._staging(action)):
-            self._staging_users[staging] = event
+        if leaves_staging(action) and (staging := self._staging(action)):
+            self._staging_users.setdefault(staging, []).append(event)
         self._due.append((step + emission.visible, event))
         return event
 
@@ -226,8 +231,7 @@ class Engine:
     def _staging_free(self, action: Action) -> list[Event]:
         """What must have ended before the staging buffer of an update may be written again."""
         staging = self._staging(action)
-        user = self._staging_users.get(staging) if staging else None
-        return [] if user is None else [user]
+        return self._staging_users.pop(staging, []) if staging else []
 
     def _end_step(self, updated: set[int]) -> None:
         """The step boundary: what is due becomes visible, however long it takes."""

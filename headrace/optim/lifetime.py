@@ -1,12 +1,12 @@
 """How long an optimizer's threads, hooks and buffers live: as long as it does, in its own process."""
 
 import os
-import threading
 import weakref
 from contextlib import ExitStack
 
 from headrace.errors import UserError
 from headrace.lanes.lanes import Lanes
+from headrace.memory.tiers import release
 
 
 class Lifetime:
@@ -21,7 +21,7 @@ class Lifetime:
     def __init__(self, owner: object, resources: ExitStack, lanes: Lanes) -> None:
         self._process = os.getpid()
         # Also at exit: a thread inside torch when Python ends would abort the process.
-        self._end = weakref.finalize(owner, _release, resources, lanes, self._process)
+        self._end = weakref.finalize(owner, release, resources, lanes, self._process)
 
     @property
     def usable(self) -> bool:
@@ -48,12 +48,3 @@ class Lifetime:
                 f"process {self._process}: build the optimizer in the process that trains"
             )
         self.check_open(what)
-
-
-def _release(resources: ExitStack, lanes: Lanes, process: int) -> None:
-    if os.getpid() != process:
-        return  # a fork has neither the threads nor the pinned memory
-    if lanes.inside():  # the garbage collector runs in any thread, and none can wait for its own end
-        threading.Thread(target=resources.close, name="headrace-end", daemon=True).start()
-    else:
-        resources.close()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, SupportsIndex
+from typing import Any, Literal, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from headrace.ledger import Ledger
 from headrace.machine.cores import available_cores
 from headrace.memory.budget import Budget
 from headrace.memory.disk import DiskPath, disk_paths
+from headrace.memory.tiers import Tiers
+from headrace.memory.weights import WeightStore
 from headrace.optim.build import build_engine
 from headrace.optim.checks import (
     check_group,
@@ -28,6 +30,7 @@ from headrace.optim.checks import (
     check_parameters,
     check_still_frozen,
     dense,
+    device_of,
     hypers_of,
 )
 from headrace.optim.lifetime import Lifetime
@@ -75,6 +78,10 @@ class OffloadedAdamW(Optimizer):
         workers: threads of the update; all cores of this process by default.
         ledger: account to book in; a new one by default.
         kept: checkpoints of states on the disk that will stand at once, for which space is claimed too.
+        tiers: budgets, disk and lanes to share with a model whose weights are streamed; ``host``, ``disk``,
+            ``workers`` and ``ledger`` are theirs then.
+        states: with ``tiers``: where states live, ``"host"`` or ``"disk"``.
+        weights: with ``tiers``: the home of those of the parameters that are off the device.
 
     Threads and host memory belong to the object: they go with it, or with :meth:`close`. It works in the
     process that built it alone, and cannot be copied or pickled; its ``state_dict()`` can.
@@ -103,6 +110,9 @@ class OffloadedAdamW(Optimizer):
         workers: int | None = None,
         ledger: Ledger | None = None,
         kept: int = 0,
+        tiers: Tiers | None = None,
+        states: Literal["host", "disk"] = "host",
+        weights: WeightStore | None = None,
     ) -> None:
         check_options(
             max_grad_norm=max_grad_norm,
@@ -123,30 +133,39 @@ class OffloadedAdamW(Optimizer):
         self.max_grad_norm = max_grad_norm
         self.release_gradients = release_gradients
         self.micro_batches = micro_batches
-        self.ledger = Ledger() if ledger is None else ledger
         self.norm: Norm = NO_NORM
         self.skipped = 0
         groups = {name: group for name, _, group in self._all_parameters()}
         self._named = {name: p for name, p, _ in self._all_parameters() if p.requires_grad}
         self._frozen = [(name, p) for name, p, _ in self._all_parameters() if not p.requires_grad]
-        check_parameters(self._named)
+        streamed = {parameter.name for parameter in weights.layout.parameters} if weights else set()
+        check_parameters({name: p for name, p in self._named.items() if name not in streamed})
         self._index = {name: index for index, name in enumerate(self._named)}
         self._policy = policy or Sync()
         self._started = False
         self._backwards = [0] * len(self._named)
         with ExitStack() as resources:
+            if tiers is None:
+                tiers = Tiers(
+                    device_of(self._named),
+                    Ledger() if ledger is None else ledger,
+                    host=host,
+                    disk=disk_paths(disk),
+                    workers=available_cores() if workers is None else workers,
+                )
+                resources.callback(tiers.close)
+            self.ledger = tiers.lanes.ledger
             self._engine = build_engine(
                 self._named,
                 groups,
                 self._policy,
-                self.ledger,
+                tiers,
                 resources,
-                host=host,
-                disk=disk_paths(disk),
+                off=weights,
+                on_disk=bool(disk) or states == "disk",
                 window=window,
                 kept=kept,
                 bucket=bucket,
-                workers=available_cores() if workers is None else workers,
                 micro_batches=micro_batches,
                 summed=release_gradients and micro_batches > 1,
             )

@@ -4,17 +4,13 @@ import torch
 from torch import Tensor
 
 from headrace.memory.pool import HostPool
+from headrace.memory.weights import DTYPES, WeightStore
 from headrace.optim.kernel import CHUNK, BucketTensors
 from headrace.optim.states import States
-from headrace.schedule.layout import BLOCK, Bucket, Layout, padded
+from headrace.schedule.layout import BLOCK, Bucket, Layout
 
 STAGING = 2
 """Buffers in which new weights wait for the way back where gradients are summed in another dtype."""
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-"""Training dtypes by their names in layouts and run files."""
-
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class HostStore:
@@ -28,6 +24,7 @@ class HostStore:
         summed: whether gradients of several micro-batches are summed here, in fp32.
         landing: whether gradients must land in a buffer before they can be summed (CUDA).
         workers: threads of the kernel, each with scratch of its own.
+        off: the home of weights that are off the device.
     """
 
     def __init__(
@@ -40,8 +37,10 @@ class HostStore:
         summed: bool,
         landing: bool,
         workers: int,
+        off: WeightStore | None = None,
     ) -> None:
         self.layout = layout
+        self.off = off
         self.states = states
         self.budget = pool.budget
         self._pool = pool
@@ -59,7 +58,7 @@ class HostStore:
             self._take(b.size, widened[b.dtype], "gradients", f"gradients of bucket {b.index}")
             for b in layout.buckets
         ]
-        sizes = {d: min(capacity, padded_size(layout, d)) for d in sorted({b.dtype for b in layout.buckets})}
+        sizes = {d: min(capacity, layout.size_of(d)) for d in sorted({b.dtype for b in layout.buckets})}
         self.staging = {
             d: [self._buffer(n, DTYPES[d], "new weights") for _ in range(STAGING)]
             for d, n in sizes.items()
@@ -75,14 +74,19 @@ class HostStore:
 
     def staging_of(self, bucket: Bucket) -> tuple[str, int] | None:
         """Which staging buffer takes the bucket's new weights: its dtype and number; None where none does."""
-        return (bucket.dtype, bucket.index % STAGING) if bucket.dtype in self.staging else None
+        if self._home(bucket) is not None or bucket.dtype not in self.staging:
+            return None
+        return bucket.dtype, bucket.index % STAGING
 
     def staged(self, bucket: Bucket) -> Tensor:
         """The bucket's new weights while they wait for the way back, in the training dtype.
 
         Where gradients have that dtype too they lie in place of the gradients, which are not needed then: so
-        they take no memory, and their cache lines need not be fetched.
+        they take no memory, and their cache lines need not be fetched. Weights that live in host memory are
+        written where they live.
         """
+        if (home := self._home(bucket)) is not None:
+            return home
         place = self.staging_of(bucket)
         if place is None:
             return self.gradients[bucket.index]
@@ -108,14 +112,12 @@ class HostStore:
         self.gradients, self.staging, self.landing = [], {}, {}
         self.chunks, self.blocks = [], []
 
+    def _home(self, bucket: Bucket) -> Tensor | None:
+        return self.off.home(bucket.index) if self.off is not None and bucket.unit is not None else None
+
     def _take(self, numel: int, dtype: torch.dtype, purpose: str, what: str) -> Tensor:
         self._taken.append(self._pool.take(numel, dtype, purpose, what))
         return self._taken[-1]
 
     def _buffer(self, numel: int, dtype: torch.dtype, what: str) -> Tensor:
         return self._take(numel, dtype, "buffers", what)
-
-
-def padded_size(layout: Layout, dtype: str) -> int:
-    """Elements of all parameters of one dtype, each rounded up to the alignment."""
-    return sum(padded(p.numel) for p in layout.parameters if p.dtype == dtype)

@@ -78,6 +78,9 @@ def update(engine: "Engine", action: Action, place: int | None) -> int:
         kernel.adamw(bucket, tensors, span, counts, hyper, coefficient, engine.store.chunks[worker])
 
     workers.run(share)
+    for s in bucket.segments if bucket.unit is not None else ():
+        if s.parameter not in seen:  # it goes to the disk with the rest of its bucket
+            tensors.weight[s.offset : s.end].copy_(tensors.master[s.offset : s.end])
     return 0
 
 
@@ -95,7 +98,7 @@ def up(engine: "Engine", action: Action, place: int | None) -> int:
 
 
 def _bucket(engine: "Engine", action: Action) -> Bucket:
-    assert action.unit is not None and action.unit.kind == "b", action
+    assert action.unit is not None and action.unit.kind in ("b", "w"), action
     return engine.store.layout.buckets[action.unit.index]
 
 
@@ -106,7 +109,12 @@ def read(engine: "Engine", action: Action, place: int | None) -> int:
 
 
 def write(engine: "Engine", action: Action, place: int | None) -> int:
-    """Write a bucket's states to a disk path."""
+    """Write a bucket's states, or its new weights, to a disk path."""
+    assert action.unit is not None
+    if action.unit.kind == "w":
+        assert engine.weights.off is not None and action.path is not None
+        bucket = _bucket(engine, action)
+        return engine.weights.off.put(bucket.index, action.path, engine.store.staged(bucket))
     states, path = _on_disk(engine, action)
     return states.write(_bucket(engine, action), path, states.at(place))
 

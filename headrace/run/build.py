@@ -11,6 +11,7 @@ from headrace.data.prepare import Prepared, prepare
 from headrace.memory.config import DiskConfig
 from headrace.memory.disk import DiskPath, device_of
 from headrace.memory.tensorfile import Entry
+from headrace.memory.weights import DTYPES
 from headrace.models.attention import check_packable
 from headrace.models.compiled import compile_layers
 from headrace.models.load import LoadedModel, load_model
@@ -19,7 +20,6 @@ from headrace.models.recompute import recompute_layers
 from headrace.models.tokenizer import no_tokenizer
 from headrace.optim.groups import decay_groups
 from headrace.optim.offloaded import OffloadedAdamW
-from headrace.optim.store import DTYPES
 from headrace.run.directory import RunDirectory
 from headrace.run.file import RunFile
 from headrace.run.plan import Plan

@@ -7,11 +7,11 @@ import torch
 
 from headrace.checkpoint.restore import Checkpoint, find_checkpoint
 from headrace.errors import UserError
+from headrace.memory.weights import DTYPES
 from headrace.models.adapter import save_adapter
 from headrace.models.load import load_model
 from headrace.models.lora import add_adapters, merge
 from headrace.models.save import model_entries, save_model
-from headrace.optim.store import DTYPES
 from headrace.planner.workload import ELEMENT
 from headrace.run.base import check_base
 from headrace.run.directory import RunDirectory

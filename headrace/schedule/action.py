@@ -37,18 +37,25 @@ _LANES = {
     Kind.WRITE: "write",
 }
 _ON_PATH = (Kind.READ, Kind.WRITE)
-_TEXT = re.compile(r"(\d+)([A-Z]+)(\d+)?(?:s(\d+))?(?:\.([bl])(\d+))?(?:@p(\d+))?")
+UNITS = {
+    "b": "bucket",  # of gradients and states
+    "w": "weights of bucket",
+    "l": "layer",
+    "e": "embedding",  # e0 at the model's input, e1 at its output where the two are not one
+}
+"""Kinds of units, and what pictures call them."""
+_TEXT = re.compile(rf"(\d+)([A-Z]+)(\d+)?(?:s(\d+))?(?:\.([{''.join(UNITS)}])(\d+))?(?:@p(\d+))?")
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What an action works on inside its stage: a bucket (``b12``) or a layer (``l3``)."""
+    """What an action works on inside its stage; see :data:`UNITS` for the kinds: ``b12``, ``l3``."""
 
     kind: str
     index: int
 
     def __post_init__(self) -> None:
-        assert self.kind in ("b", "l") and self.index >= 0, self
+        assert self.kind in UNITS and self.index >= 0, self
 
     def __str__(self) -> str:
         return f"{self.kind}{self.index}"

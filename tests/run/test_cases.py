@@ -15,10 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from headrace.data.batch import IGNORED
 from headrace.data.prepare import prepare
 from headrace.errors import RunStopped, UserError
+from headrace.memory.weights import DTYPES
 from headrace.models.load import load_model, load_tokenizer
 from headrace.optim.groups import decay_groups
 from headrace.optim.offloaded import OffloadedAdamW
-from headrace.optim.store import DTYPES
 from headrace.run.file import read_run_file
 from headrace.run.train import train
 from headrace.training.forward import forward_loss

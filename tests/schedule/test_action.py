@@ -2,11 +2,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.schedule.action import Action, Kind, StepShape, Unit, Wait, bucket, parse, waits
+from headrace.schedule.action import UNITS, Action, Kind, StepShape, Unit, Wait, bucket, parse, waits
 
 numbers = st.integers(0, 10**6)
 maybe = st.none() | numbers
-units = st.none() | st.builds(Unit, st.sampled_from("bl"), numbers)
+units = st.none() | st.builds(Unit, st.sampled_from("".join(UNITS)), numbers)
 off_path = st.builds(
     Action,
     st.sampled_from([k for k in Kind if k not in (Kind.READ, Kind.WRITE)]),

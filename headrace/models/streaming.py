@@ -1,0 +1,411 @@
+"""Weights off the device: a model's layers are there for their forward and their backward only.
+
+Hooks bring each layer's weights before it is used and let them go after it, while the next ones are on their
+way (Rajbhandari et al. 2021, ZeRO-Infinity, section 5.1 and overlap-centric design). The model's own code
+stays as it is: between two uses its parameters are there by shape alone.
+
+Layers must be recomputed in backward (:func:`~headrace.models.recompute.recompute_layers` with
+:attr:`Streamed.contexts`): so nothing that autograd keeps refers to weights that have left.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from headrace.errors import UserError
+from headrace.lanes.lanes import Event
+from headrace.memory.tiers import Tiers
+from headrace.memory.weights import NAMES, DiskWeights, HostWeights, WeightStore, places
+from headrace.models.documents import Contexts
+from headrace.schedule.action import Action, Kind, Unit
+from headrace.schedule.fetches import AHEAD, Passage, Shelf
+from headrace.schedule.layout import Bucket, Layout, Parameter, cut
+
+INPUT, OUTPUT = Unit("e", 0), Unit("e", 1)
+
+
+def streamed_units(model: PreTrainedModel) -> dict[Unit, list[nn.Module]]:
+    """The parts of a model whose weights come and go: its layers, its input and its output embedding.
+
+    Raises:
+        UserError: a model without layers that can be recomputed.
+    """
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise UserError(
+            f"{type(model).__name__} has no layers of a kind that can be streamed: set memory.weights=device"
+        )
+    units: dict[Unit, list[nn.Module]] = {INPUT: [model.get_input_embeddings()]}
+    units |= {Unit("l", index): [layer] for index, layer in enumerate(layers)}
+    head = model.get_output_embeddings()
+    tied = head.weight is units[INPUT][0].weight
+    units[INPUT if tied else OUTPUT] = [*units.get(INPUT if tied else OUTPUT, []), head]
+    return units
+
+
+def streamed_layout(model: PreTrainedModel, capacity: int) -> Layout:
+    """The parameters that are streamed, cut into buckets: matrices of the model's dtype in its units.
+
+    Norms and biases stay on the device: they are small, and most of them do not decay.
+
+    Args:
+        model: its parameters may be on the meta device.
+        capacity: elements of the largest bucket.
+    """
+    unit_of = {
+        id(parameter): unit
+        for unit, modules in streamed_units(model).items()
+        for module in modules
+        for parameter in module.parameters()
+        if parameter.ndim >= 2 and parameter.dtype == model.dtype
+    }
+    dtype = NAMES[model.dtype]
+    return cut(
+        [
+            Parameter(name, parameter.numel(), 0, dtype, unit_of[id(parameter)])
+            for name, parameter in model.named_parameters()
+            if id(parameter) in unit_of
+        ],
+        capacity,
+    )
+
+
+def weight_store(
+    model: PreTrainedModel, tiers: Tiers, where: Literal["host", "disk"], bucket: int
+) -> WeightStore:
+    """An empty home for the parameters that are streamed, in host memory or on the disk.
+
+    Args:
+        model: its parameters may be on the meta device.
+        tiers: hand out the memory, or the disk.
+        where: the tier.
+        bucket: elements of the largest bucket.
+
+    Raises:
+        UserError: a budget too small, a model that cannot be streamed.
+    """
+    layout = streamed_layout(model, bucket)
+    if where == "host":
+        return HostWeights(layout, tiers.pool)
+    assert tiers.disk is not None
+    return DiskWeights(layout, tiers.pool, tiers.disk)
+
+
+class Filling:
+    """Puts parameters into their store for the first time, without holding more than a bucket.
+
+    Use it as a context; :meth:`views` for one parameter after the other, in :attr:`order`.
+
+    Args:
+        store: the home of the parameters.
+        device: of the placeholders.
+    """
+
+    def __init__(self, store: WeightStore, device: torch.device) -> None:
+        self._store = store
+        self._device = device
+        self._index = {parameter.name: i for i, parameter in enumerate(store.layout.parameters)}
+        self._open: tuple[int, AbstractContextManager[Tensor], Tensor] | None = None
+
+    @property
+    def order(self) -> list[str]:
+        """The parameters' names in the order in which they fill the buckets."""
+        return list(reversed(self._index))
+
+    def views(self, name: str) -> Iterator[Tensor]:
+        """A parameter's places, 1-D, in element order; each is taken when the next one is asked for."""
+        for bucket, s in self._store.layout.places(self._index[name]):
+            yield self._bucket(bucket)[s.offset : s.end]
+
+    def placeholder(self, parameter: Tensor) -> Tensor:
+        """What stands for a parameter while it is not on the device: its shape, in the memory of a number."""
+        return torch.zeros(1, dtype=parameter.dtype, device=self._device).expand(parameter.shape)
+
+    def __enter__(self) -> "Filling":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._open is not None:
+            self._open[1].__exit__(*error)
+            self._open = None
+
+    def _bucket(self, index: int) -> Tensor:
+        if self._open is None or self._open[0] != index:
+            self.__exit__(None, None, None)
+            visit = self._store.visited(index, write=True)
+            self._open = index, visit, visit.__enter__()
+        return self._open[2]
+
+
+def move_out(model: PreTrainedModel, store: WeightStore) -> None:
+    """Move the parameters of a model that is in memory into their store."""
+    parameters = dict(model.named_parameters())
+    with Filling(store, model.device) as filling:
+        for name in filling.order:
+            source = parameters[name].detach().reshape(-1)
+            for view in filling.views(name):
+                view.copy_(source[: view.numel()])
+                source = source[view.numel() :]
+            parameters[name].data = filling.placeholder(parameters[name])
+
+
+@dataclass
+class _Place:
+    """Where a parameter lies in its unit's memory, in elements, and what stands for it meanwhile."""
+
+    parameter: nn.Parameter
+    first: int
+    end: int
+    absent: Tensor
+
+    def bind(self, memory: Tensor) -> None:
+        self.parameter.data = memory[self.first : self.end].view(self.absent.shape)
+
+    def unbind(self) -> None:
+        self.parameter.data = self.absent
+
+
+class _Slots:
+    """The memory of a shelf: device memory, and host memory on the way from a disk to another tier."""
+
+    def __init__(
+        self, shelf: Shelf, sizes: Mapping[Unit, int], dtype: torch.dtype, tiers: Tiers, from_disk: bool
+    ) -> None:
+        self.shelf = shelf
+        largest = max(sizes[unit] for unit in shelf.units)
+        self._tiers = tiers
+        self.bounces: list[Tensor] = []
+        what = "a layer's weights on the device (memory.weights)"
+        self.memory = [tiers.device_pool.take(largest, dtype, "weights", what) for _ in range(shelf.slots)]
+        if from_disk and tiers.apart:
+            what = "a layer's weights on their way from the disk (memory.weights)"
+            self.bounces = [tiers.pool.take(largest, dtype, "buffers", what) for _ in range(shelf.slots)]
+        self.events: list[list[Event]] = [[] for _ in range(shelf.slots)]
+
+    def close(self) -> None:
+        while self.memory:
+            self._tiers.device_pool.give_back(self.memory.pop())
+        while self.bounces:
+            self._tiers.pool.give_back(self.bounces.pop())
+
+
+class Streamed:
+    """Streams a model's weights between their store and the device while it computes.
+
+    Args:
+        model: with placeholders for the parameters of the store.
+        store: their home; filled.
+        tiers: budgets, pools and lanes.
+        ahead: layers fetched while one is used; one more is on the device.
+
+    Attributes:
+        contexts: of each layer, for ``of_layers`` of :func:`~headrace.models.recompute.recompute_layers`.
+
+    Raises:
+        UserError: the budget of the device has no room for the layers in flight.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, store: WeightStore, tiers: Tiers, *, ahead: int = AHEAD
+    ) -> None:
+        self.store = store
+        self._tiers = tiers
+        self._lanes = tiers.lanes
+        self._in_use: list[Unit] = []
+        parameters = dict(model.named_parameters())
+        self._buckets: dict[Unit, list[Bucket]] = {}
+        self._places: dict[Unit, list[_Place]] = {}
+        sizes: dict[Unit, int] = {}
+        for unit in dict.fromkeys(b.unit for b in store.layout.buckets if b.unit is not None):
+            self._buckets[unit] = store.layout.of_unit(unit)
+            found, sizes[unit] = places(self._buckets[unit])
+            named = [(store.layout.parameters[index].name, span) for index, span in found.items()]
+            self._places[unit] = [_Place(parameters[n], *span, parameters[n].data) for n, span in named]
+        dtype = model.dtype
+        units = streamed_units(model)
+        layers = [unit for unit in units if unit.kind == "l" and unit in sizes]
+        ends = [unit for unit in units if unit.kind == "e" and unit in sizes]
+        self._first = INPUT if INPUT in ends else None
+        self._last = OUTPUT if OUTPUT in units else INPUT
+        self._passage = Passage(self._first, layers, self._last if self._last in ends else None)
+        self._slots: list[_Slots] = []
+        for shelf in (Shelf(layers, 1 + ahead), Shelf(ends, 1)):
+            if shelf.units:
+                self._slots.append(_Slots(shelf, sizes, dtype, tiers, store.paths > 0))
+        store.withdraw = self.withdraw
+        self.contexts: dict[nn.Module, Contexts] = {
+            units[unit][0]: partial(self._contexts, unit) for unit in layers
+        }
+        self._handles = list(self._hooks(model, units))
+
+    # -- what others ask for ---------------------------------------------------------------------------
+
+    @contextmanager
+    def head(self) -> Iterator[None]:
+        """The output embedding is on the device inside, for code that uses its weight by itself."""
+        self._use_last(trains=torch.is_grad_enabled())
+        yield
+        self._release(self._last)
+
+    def storages(self) -> list[torch.UntypedStorage]:
+        """The device memory in which weights are while they are used."""
+        return [memory.untyped_storage() for slots in self._slots for memory in slots.memory]
+
+    def pieces(self, name: str, start: int, stop: int) -> Iterator[Tensor] | None:
+        """Elements ``start:stop`` of a streamed parameter from its store, 1-D; None for any other tensor."""
+        index = next((i for i, p in enumerate(self.store.layout.parameters) if p.name == name), None)
+        return None if index is None else self._pieces(index, start, stop)
+
+    def withdraw(self) -> None:
+        """Give up everything that is on the device or on its way there: the weights will be others."""
+        self._release_all()
+        for slots in self._slots:
+            for events in slots.events:
+                for event in events:
+                    self._lanes.wait(event)
+                events.clear()
+            slots.shelf.clear()
+
+    def close(self) -> None:
+        """Remove the hooks and give the device's memory back; the parameters stay placeholders."""
+        for handle in self._handles:
+            handle.remove()
+        self.withdraw()
+        for slots in self._slots:
+            slots.close()
+
+    # -- hooks -----------------------------------------------------------------------------------------
+
+    def _hooks(
+        self, model: PreTrainedModel, units: Mapping[Unit, Sequence[nn.Module]]
+    ) -> Iterator[torch.utils.hooks.RemovableHandle]:
+        for unit, (module, *_) in units.items():
+            if unit.kind == "l" and unit in self._places:
+                yield module.register_forward_pre_hook(partial(self._before_layer, unit))
+                yield module.register_forward_hook(partial(self._after_layer, unit), always_call=True)
+        if self._first is not None:
+            embedding = model.get_input_embeddings()
+            yield embedding.register_forward_pre_hook(lambda *_: self._use_first())
+            yield embedding.register_forward_hook(lambda *_: self._release(INPUT), always_call=True)
+        if self._last in self._places:
+            head = model.get_output_embeddings()
+            yield head.register_forward_pre_hook(lambda *_: self._use_last(torch.is_grad_enabled()))
+            yield head.register_forward_hook(lambda *_: self._after_head(), always_call=True)
+
+    def _use_first(self) -> None:
+        self._release_all()
+        self._use(INPUT, self._passage.first(torch.is_grad_enabled()))
+
+    def _before_layer(self, unit: Unit, layer: nn.Module, args: Any) -> None:
+        if not torch.is_grad_enabled():
+            self._use(unit, self._passage.layer(unit, trains=False))
+        elif not (layer.training and layer.gradient_checkpointing):
+            raise UserError(
+                "a layer whose weights are not on the device ran with gradients and is not recomputed in "
+                "backward: train with memory.activations=recompute, or compute under torch.no_grad()"
+            )
+
+    def _after_layer(self, unit: Unit, *_: Any) -> None:
+        if not torch.is_grad_enabled():
+            self._release(unit)
+
+    def _contexts(self, unit: Unit) -> tuple[AbstractContextManager, AbstractContextManager]:
+        return self._forward(unit), self._recomputation(unit)
+
+    @contextmanager
+    def _forward(self, unit: Unit) -> Iterator[None]:
+        self._use(unit, self._passage.layer(unit, trains=True))
+        yield
+        self._release(unit)
+
+    @contextmanager
+    def _recomputation(self, unit: Unit) -> Iterator[None]:
+        self._release_all(but=unit)  # the layers behind it have gone backward
+        self._use(unit, self._passage.backward(unit))
+        yield
+
+    def _use_last(self, trains: bool) -> None:
+        if self._last in self._places:
+            self._use(self._last, self._passage.last(trains))
+
+    def _after_head(self) -> None:
+        if not torch.is_grad_enabled():  # else its backward needs the weights, and the next use ends that
+            self._release(self._last)
+
+    # -- coming and going ------------------------------------------------------------------------------
+
+    def _use(self, unit: Unit, coming: Sequence[Unit]) -> None:
+        fetches = [(slots, fetch) for slots in self._slots for fetch in slots.shelf.wanted(coming)]
+        for slots, fetch in sorted(fetches, key=lambda found: coming.index(found[1].unit)):
+            slots.events[fetch.slot] = self._fetch(slots, fetch.unit, fetch.slot)
+        slots = self._slots_of(unit)
+        slot = slots.shelf.slot(unit)
+        assert slot is not None, unit
+        slots.shelf.use(unit)
+        if unit not in self._in_use:
+            self._in_use.append(unit)
+        for event in slots.events[slot]:
+            self._lanes.wait(event)
+        for place in self._places[unit]:
+            place.bind(slots.memory[slot])
+
+    def _release(self, unit: Unit) -> None:
+        if unit in self._in_use:
+            self._in_use.remove(unit)
+            self._slots_of(unit).shelf.release(unit)
+            for place in self._places[unit]:
+                place.unbind()
+
+    def _release_all(self, but: Unit | None = None) -> None:
+        for unit in [unit for unit in self._in_use if unit != but]:
+            self._release(unit)
+
+    def _fetch(self, slots: _Slots, unit: Unit, slot: int) -> list[Event]:
+        """Submit what brings a unit into a slot, after what is still on its way there."""
+        before, memory = slots.events[slot], slots.memory[slot]
+        if not self.store.paths:
+            return [self._submit(Action(Kind.UP, unit=unit), memory, before)]
+        landing = slots.bounces[slot] if slots.bounces else memory
+        reads = [
+            self._submit(Action(Kind.READ, unit=unit, path=path), landing, before)
+            for path in range(self.store.paths)
+        ]
+        if landing is memory:
+            return reads
+
+        def up() -> int:
+            size = sum(bucket.size for bucket in self._buckets[unit])
+            memory[:size].copy_(landing[:size], non_blocking=True)
+            return size * memory.itemsize
+
+        return [self._lanes.submit(Action(Kind.UP, unit=unit), up, reads)]
+
+    def _submit(self, action: Action, memory: Tensor, after: Sequence[Event]) -> Event:
+        unit, path = action.unit, action.path or 0
+        assert unit is not None
+
+        def fetch() -> int:
+            moved, start = 0, 0
+            for bucket in self._buckets[unit]:
+                moved += self.store.fetch(bucket.index, path, memory[start : start + bucket.size])
+                start += bucket.size
+            return moved
+
+        return self._lanes.submit(action, fetch, after)
+
+    def _slots_of(self, unit: Unit) -> _Slots:
+        return next(slots for slots in self._slots if unit in slots.shelf.units)
+
+    def _pieces(self, index: int, start: int, stop: int) -> Iterator[Tensor]:
+        for bucket, s in self.store.layout.places(index):
+            low, high = max(start, s.start), min(stop, s.stop)
+            if low < high:
+                with self.store.visited(bucket, write=False) as weights:
+                    yield weights[s.offset + low - s.start : s.offset + high - s.start]
