@@ -1,9 +1,8 @@
 """Models into memory: read with pread, tensor by tensor, straight into parameters of the wanted dtype."""
 
-import re
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, redirect_stderr
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
@@ -23,16 +22,16 @@ from transformers import (
 
 from headrace.errors import UserError, reason
 from headrace.memory.tensorfile import TensorFile
+from headrace.memory.weights import WeightStore
 from headrace.models.attention import attach
-from headrace.models.published import published_names
+from headrace.models.drawn import draw_parameters
+from headrace.models.homes import Filling, Rest
+from headrace.models.matching import Match, check_tied, match_tensors, persistent_buffers, refuse_quantised
 from headrace.models.quiet import quiet
 from headrace.models.source import Source, find_source, read_config, require_weights
 from headrace.models.tokenizer import check_vocabulary, load_tokenizer, tokenizer_in
 
 __all__ = ["LoadedModel", "load_model", "load_tokenizer", "tokenizer_in"]
-
-_REAL = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_RECOMPUTED = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$|\.attn\.(bias|masked_bias)$")
 
 
 @dataclass(frozen=True)
@@ -43,10 +42,12 @@ class LoadedModel:
         model: in evaluation mode, with tied weights tied and attention ``headrace``; ``model.config`` and
             ``model.generation_config`` are the checkpoint's own.
         tokenizer: None when there is none beside the weights.
+        store: the home of the weights that are not on the device, if there are any.
     """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
+    store: WeightStore | None = None
 
 
 def load_model(
@@ -54,6 +55,7 @@ def load_model(
     dtype: torch.dtype = torch.bfloat16,
     device: str | torch.device = "cpu",
     seed: int = 0,
+    home: Callable[[PreTrainedModel], WeightStore] | None = None,
 ) -> LoadedModel:
     """Load a causal language model from a directory, a GGUF file, or a configuration alone.
 
@@ -62,11 +64,22 @@ def load_model(
     drawn in fp32 and cast. Raises UserError for what :func:`read_config` refuses, for architectures that
     transformers or the attention hook does not know, for tensors that are missing, unexpected, quantised or
     of another shape, and for a tokenizer with tokens that the model has not.
+
+    Args:
+        path: see above.
+        dtype: of the parameters.
+        device: of the parameters.
+        seed: of random weights.
+        home: gives the store of weights that will be streamed, for a model whose parameters have no memory
+            yet. They go straight there, a bucket at a time; see :mod:`headrace.models.streaming`.
     """
     source = find_source(path)
     require_weights(source)
     config = _config(source)
-    if source.kind == "gguf":
+    store = None
+    if home is not None:
+        model, store = _outside(source, config, dtype, torch.device(device), seed, home)
+    elif source.kind == "gguf":
         model = _from_gguf(source, config, dtype, device)
     elif source.kind == "config":
         model = _from_scratch(source, config, dtype, device, seed)
@@ -80,7 +93,7 @@ def load_model(
     tokenizer = load_tokenizer(path)
     if tokenizer is not None:
         check_vocabulary(tokenizer, model.get_input_embeddings().weight.shape[0], path)
-    return LoadedModel(model.eval(), tokenizer)
+    return LoadedModel(model.eval(), tokenizer, store)
 
 
 def _config(source: Source) -> PreTrainedConfig:
@@ -185,117 +198,71 @@ def _from_directory(
     source: Source, config: PreTrainedConfig, dtype: torch.dtype, device: str | torch.device
 ) -> PreTrainedModel:
     model = _skeleton(source, config, dtype)
-    with ExitStack() as stack:
-        files = [stack.enter_context(TensorFile(path)) for path in source.weights]
-        stored = {name: file for file in files for name in file.entries}
-        _refuse_quantised(source.path, model, stored)
-        match = _match(model, stored)
-        if not match.foreign and not match.absent and not match.misshapen:
-            _check_tied(source.path, match.copies, stored)
+    with _opened(source, model) as (match, stored):
+        if match.is_whole:
             return _read(model, match, stored, device)
     return _take_parameters(model, _convert(source, dtype, match), device)
 
 
-@dataclass(frozen=True)
-class _Match:
-    """How the tensors of a checkpoint and of a model correspond.
-
-    Attributes:
-        names: the model's tensor -> the checkpoint's that hold it, one behind the other.
-        copies: pairs of names in the checkpoint whose tensors the model ties.
-        absent: what the model needs and the checkpoint lacks.
-        foreign: what the checkpoint holds and the model does not know.
-        misshapen: what has another shape.
-    """
-
-    names: dict[str, list[str]]
-    copies: list[tuple[str, str]]
-    absent: list[str]
-    foreign: list[str]
-    misshapen: list[str]
-
-
-def _match(model: PreTrainedModel, stored: Mapping[str, TensorFile]) -> _Match:
-    state = dict(model.named_parameters()) | _persistent_buffers(model)
-    aliases_of = _aliases(model, state)
-    whole = all(any(alias in stored for alias in aliases) for aliases in aliases_of.values())
-    published = {} if whole else _published(model)
-    match = _Match({}, [], [], [], [])
-    known: set[str] = set()
-    for name, aliases in aliases_of.items():
-        present = [alias for alias in aliases if alias in stored]
-        match.copies.extend((present[0], alias) for alias in present[1:])
-        parts = {present[0]: tuple(state[name].shape)} if present else published.get(name, {})
-        known.update(aliases, parts)
-        if not parts or not stored.keys() >= parts.keys():
-            match.absent.append(name)
-        elif any(stored[part].entries[part].shape != shape for part, shape in parts.items()):
-            match.misshapen.append(name)
-        else:
-            match.names[name] = list(parts)
-    match.foreign.extend(name for name in stored if name not in known and not _is_harmless(model, name))
-    return match
+def _outside(
+    source: Source,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+    home: Callable[[PreTrainedModel], WeightStore],
+) -> tuple[PreTrainedModel, WeightStore]:
+    """A model whose streamed parameters never had memory of their own, and their store."""
+    model = _skeleton(source, config, dtype)
+    if source.kind == "config":
+        store = home(model)
+        draw_parameters(model, store, lambda: _build(config, torch.float32), seed, device)
+        return _finish(model), store
+    if source.kind == "gguf":
+        raise _read_whole(source, "a GGUF file")
+    with _opened(source, model) as (match, stored):
+        if not match.is_whole:
+            raise _read_whole(source, "a checkpoint with other names or shapes than transformers'")
+        store = home(model)
+        with Filling(store, device) as filling:
+            return _read(model, match, stored, device, filling), store
 
 
-def _published(model: PreTrainedModel) -> dict[str, dict[str, tuple[int, ...]]]:
-    """The model's tensor -> names and shapes under which its stretches are published, in order."""
-    found: dict[str, dict[str, tuple[int, ...]]] = {}
-    for name, stretch in sorted(published_names(model).items(), key=lambda item: item[1].start):
-        found.setdefault(stretch.name, {})[name] = stretch.shape
-    return found
+def _read_whole(source: Source, what: str) -> UserError:
+    return UserError(
+        f"{source.path} is {what}, which is read into memory as a whole: load and save it once as a Hugging "
+        "Face directory, or set memory.weights=device"
+    )
 
 
-def _refuse_quantised(path: Path, model: PreTrainedModel, stored: Mapping[str, TensorFile]) -> None:
-    buffers = _persistent_buffers(model)
-    for name, file in stored.items():
-        dtype = file.entries[name].dtype
-        if dtype not in _REAL and name not in buffers and not _is_harmless(model, name):
-            raise UserError(
-                f"{path}: {name} is stored as {str(dtype).removeprefix('torch.')}: the model is quantised, "
-                "and training needs its real weights; give the unquantised model"
-            )
-
-
-def _persistent_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    saved = model.state_dict().keys()
-    return {name: buffer for name, buffer in model.named_buffers() if name in saved}
-
-
-def _aliases(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
-    """Every tensor's names, its own first; tied weights have several."""
-    names = {id(tensor): [name] for name, tensor in state.items()}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name not in names[id(parameter)]:
-            names[id(parameter)].append(name)
-    return {aliases[0]: aliases for aliases in names.values()}
-
-
-def _is_harmless(model: PreTrainedModel, name: str) -> bool:
-    """Buffers that are recomputed, and what transformers ignores for this architecture."""
-    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    return bool(_RECOMPUTED.search(name)) or any(re.search(pattern, name) for pattern in ignored)
-
-
-def _check_tied(path: Path, copies: Sequence[tuple[str, str]], stored: Mapping[str, TensorFile]) -> None:
-    for name, copy in copies:
-        if not torch.equal(stored[name].read(name), stored[copy].read(copy)):
-            raise UserError(
-                f"{path}: config.json ties {copy} to {name}, but the two differ in the weights; set "
-                "tie_word_embeddings to false there"
-            )
+@contextmanager
+def _opened(source: Source, model: PreTrainedModel) -> Iterator[tuple[Match, dict[str, TensorFile]]]:
+    """The files of a directory, and how their tensors correspond to the model's."""
+    with ExitStack() as stack:
+        files = [stack.enter_context(TensorFile(path)) for path in source.weights]
+        stored = {name: file for file in files for name in file.entries}
+        refuse_quantised(source.path, model, stored)
+        match = match_tensors(model, stored)
+        if match.is_whole:
+            check_tied(source.path, match.copies, stored)
+        yield match, stored
 
 
 def _read(
-    model: PreTrainedModel, match: _Match, stored: Mapping[str, TensorFile], device: str | torch.device
+    model: PreTrainedModel,
+    match: Match,
+    stored: Mapping[str, TensorFile],
+    device: str | torch.device,
+    filling: Filling | None = None,
 ) -> PreTrainedModel:
-    buffers = _persistent_buffers(model)
-    for name, parameter in list(model.named_parameters()):
-        value = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-        rest = value.view(-1)
+    buffers = persistent_buffers(model)
+    parameters = dict(model.named_parameters())
+    streamed = filling.order if filling else []
+    for name in [*streamed, *(name for name in parameters if name not in streamed)]:
+        value, views = _target(name, parameters[name], device, filling if name in streamed else None)
+        rest = Rest(views)
         for part in match.names[name]:
-            count = stored[part].entries[part].numel
-            stored[part].read_into(part, [rest[:count]])
-            rest = rest[count:]
+            stored[part].read_into(part, rest.take(stored[part].entries[part].numel))
         _set_parameter(model, name, value)
     for name, buffer in buffers.items():
         (part,) = match.names[name]
@@ -303,7 +270,17 @@ def _read(
     return _finish(model)
 
 
-def _convert(source: Source, dtype: torch.dtype, match: _Match) -> PreTrainedModel:
+def _target(
+    name: str, parameter: torch.Tensor, device: str | torch.device, filling: Filling | None
+) -> tuple[torch.Tensor, Iterator[torch.Tensor]]:
+    """What becomes of a parameter, and where its elements go."""
+    if filling is not None:
+        return filling.placeholder(parameter), filling.views(name)
+    value = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+    return value, iter([value.view(-1)])
+
+
+def _convert(source: Source, dtype: torch.dtype, match: Match) -> PreTrainedModel:
     """Let transformers rename and merge tensors; raise UserError for what it cannot place either."""
     odd = (match.foreign or match.absent or match.misshapen)[0]
     try:

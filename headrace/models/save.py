@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -26,10 +26,17 @@ SHARD_BYTES = 5 * 10**9
 _BLOCK = 2**20  # elements compared at a time
 
 
-def model_entries(model: PreTrainedModel, dtype: torch.dtype | None = None) -> list[Entry]:
+Pieces = Callable[[str, int, int], Iterator[torch.Tensor] | None]
+"""``pieces(name, start, stop)``: elements of a tensor that lives elsewhere; None for others."""
+
+
+def model_entries(
+    model: PreTrainedModel, dtype: torch.dtype | None = None, pieces: Pieces | None = None
+) -> list[Entry]:
     """The tensors of a model as ``save_pretrained`` would write them: published names, tied weights once.
 
     Floating tensors are stored as ``dtype`` when it is given; nothing is copied until an entry is written.
+    ``pieces`` gives what lives elsewhere, as that of :class:`headrace.models.streaming.Streamed` does.
     """
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     dropped = {*tied, *(getattr(model, "_keys_to_ignore_on_save", None) or ())}
@@ -37,20 +44,23 @@ def model_entries(model: PreTrainedModel, dtype: torch.dtype | None = None) -> l
     for name, stretch in published_names(model).items():
         published.setdefault(stretch.name, []).append((name, stretch))
     return [
-        _entry(name, tensor, stretch, dtype)
+        _entry(name, tensor, stretch, dtype, pieces)
         for own, tensor in model.state_dict().items()
         if own not in dropped
         for name, stretch in sorted(published[own], key=lambda found: found[1].start)
     ]
 
 
-def _entry(name: str, tensor: torch.Tensor, stretch: Stretch, dtype: torch.dtype | None) -> Entry:
+def _entry(
+    name: str, tensor: torch.Tensor, stretch: Stretch, dtype: torch.dtype | None, pieces: Pieces | None
+) -> Entry:
     stored = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-    return Entry(name, stored, stretch.shape, partial(_pieces, tensor, stretch))
+    return Entry(name, stored, stretch.shape, partial(_pieces, tensor, stretch, pieces))
 
 
-def _pieces(tensor: torch.Tensor, stretch: Stretch) -> list[torch.Tensor]:
-    return [tensor.detach().reshape(-1)[stretch.start : stretch.stop]]
+def _pieces(tensor: torch.Tensor, stretch: Stretch, elsewhere: Pieces | None) -> Iterable[torch.Tensor]:
+    found = elsewhere(stretch.name, stretch.start, stretch.stop) if elsewhere else None
+    return found or [tensor.detach().reshape(-1)[stretch.start : stretch.stop]]
 
 
 def save_model(
