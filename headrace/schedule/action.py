@@ -41,6 +41,7 @@ UNITS = {
     "b": "bucket",  # of gradients and states
     "w": "weights of bucket",
     "l": "layer",
+    "a": "input of layer",
     "e": "embedding",  # e0 at the model's input, e1 at its output where the two are not one
 }
 """Kinds of units, and what pictures call them."""
