@@ -64,12 +64,13 @@ class Boundaries:
         what = "inputs of layers (memory.activations)"
         count = min(SLOTS, len(layers)) if self._on_disk else len(layers)
         room = -(-numel // _WHOLE) * _WHOLE
-        self._slots = [tiers.pool.take(room, dtype, "activations", what) for _ in range(count)]
+        # Those that come and go are no activations by autograd's count, which is kept apart.
+        purpose = "buffers" if self._on_disk else "activations"
+        self._slots = [tiers.pool.take(room, dtype, purpose, what) for _ in range(count)]
         self._returned: list[Tensor] = []
         if tiers.apart:
             self._returned = [
-                tiers.device_pool.take(room, dtype, "activations", what)
-                for _ in range(min(SLOTS, len(layers)))
+                tiers.device_pool.take(room, dtype, "buffers", what) for _ in range(min(SLOTS, len(layers)))
             ]
         self._shapes: dict[int, torch.Size] = {}
         self._left: list[list[Event]] = [[] for _ in range(count)]  # ends of what was last sent from a slot
@@ -83,6 +84,10 @@ class Boundaries:
         self.instead: Mapping[nn.Module, Checkpoint] = {
             layer: partial(self._checkpoint, index) for index, layer in enumerate(layers)
         }
+
+    def storages(self) -> list[torch.UntypedStorage]:
+        """The memory in which inputs are while they are used."""
+        return [memory.untyped_storage() for memory in (self._returned or self._slots)]
 
     def close(self) -> None:
         """Give the memory back."""

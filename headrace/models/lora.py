@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from headrace.errors import UserError
 from headrace.hub import hub_name
 from headrace.models.config import LoraConfig
+from headrace.models.published import Pieces, pieces_of
 from headrace.models.source import find_source
 from headrace.planner.lora import choose
 
@@ -117,18 +118,25 @@ def merge(
         weight.copy_(weight.float() + (change_OI.T if swapped else change_OI).to(weight.device))
 
 
-def fingerprint(model: nn.Module) -> str:
+def fingerprint(model: nn.Module, elsewhere: Pieces | None = None) -> str:
     """A digest of a model's own parameters, whether it has adapters or not, and whatever its dtype.
 
     Adapters belong to one base: beside another they mean nothing. The names, the shapes, and some thousand
     elements of each parameter, in bf16, tell two models apart without reading all of a large one.
+
+    Args:
+        model: with or without adapters.
+        elsewhere: gives those of its parameters that it does not hold itself.
     """
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         if f".{NAME}." in name:
             continue
-        flat = parameter.detach().reshape(-1)
-        sample = flat[:: max(1, flat.numel() // _SAMPLED)].to("cpu", torch.bfloat16).contiguous()
+        step, position, sampled = max(1, parameter.numel() // _SAMPLED), 0, []
+        for piece in pieces_of(name, parameter, elsewhere):
+            sampled.append(piece[-position % step :: step].to("cpu", torch.bfloat16).clone())
+            position += piece.numel()
+        sample = torch.cat(sampled)
         digest.update(f"{name.replace('.base_layer.', '.')} {tuple(parameter.shape)}\n".encode())
         digest.update(sample.view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -5,7 +5,7 @@ reads their files, have each matrix of each expert under a name of its own. ``sa
 back; so do we, without a copy: every published tensor is a stretch of one of the model's.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -13,6 +13,18 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
+
+Pieces = Callable[[str, int, int], Iterator[torch.Tensor] | None]
+"""``pieces(name, start, stop)``: elements of a tensor that lives elsewhere, 1-D; None for others."""
+
+
+def pieces_of(
+    name: str, tensor: torch.Tensor, elsewhere: Pieces | None, start: int = 0, stop: int | None = None
+) -> Iterable[torch.Tensor]:
+    """Elements ``start:stop`` of a model's tensor in 1-D pieces, wherever it lives."""
+    stop = tensor.numel() if stop is None else stop
+    found = elsewhere(name, start, stop) if elsewhere else None
+    return [tensor.detach().reshape(-1)[start:stop]] if found is None else found
 
 
 @dataclass(frozen=True)

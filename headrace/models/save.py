@@ -17,17 +17,13 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, Pr
 from headrace.errors import UserError
 from headrace.memory.durable import sync_directory
 from headrace.memory.tensorfile import Entry, TensorFile, write_tensors
-from headrace.models.published import Stretch, published_names
+from headrace.models.published import Pieces, Stretch, pieces_of, published_names
 from headrace.models.source import INDEX, WEIGHTS, find_source
 
 SHARD_BYTES = 5 * 10**9
 """Most bytes of tensors in one file."""
 
 _BLOCK = 2**20  # elements compared at a time
-
-
-Pieces = Callable[[str, int, int], Iterator[torch.Tensor] | None]
-"""``pieces(name, start, stop)``: elements of a tensor that lives elsewhere; None for others."""
 
 
 def model_entries(
@@ -59,8 +55,7 @@ def _entry(
 
 
 def _pieces(tensor: torch.Tensor, stretch: Stretch, elsewhere: Pieces | None) -> Iterable[torch.Tensor]:
-    found = elsewhere(stretch.name, stretch.start, stretch.stop) if elsewhere else None
-    return found or [tensor.detach().reshape(-1)[stretch.start : stretch.stop]]
+    return pieces_of(stretch.name, tensor, elsewhere, stretch.start, stretch.stop)
 
 
 def save_model(

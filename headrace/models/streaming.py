@@ -92,6 +92,7 @@ class Streamed:
         self._tiers = tiers
         self._lanes = tiers.lanes
         self._in_use: list[Unit] = []
+        self._coming: list[Unit] = []
         parameters = dict(model.named_parameters())
         self._buckets: dict[Unit, list[Bucket]] = {}
         self._places: dict[Unit, list[_Place]] = {}
@@ -119,13 +120,6 @@ class Streamed:
         self._handles = list(self._hooks(model, units))
 
     # -- what others ask for ---------------------------------------------------------------------------
-
-    @contextmanager
-    def head(self) -> Iterator[None]:
-        """The output embedding is on the device inside, for code that uses its weight by itself."""
-        self._use_last(trains=torch.is_grad_enabled())
-        yield
-        self._release(self._last)
 
     def storages(self) -> list[torch.UntypedStorage]:
         """The device memory in which weights are while they are used."""
@@ -165,16 +159,16 @@ class Streamed:
                 yield module.register_forward_hook(partial(self._after_layer, unit), always_call=True)
         if self._first is not None:
             embedding = model.get_input_embeddings()
-            yield embedding.register_forward_pre_hook(lambda *_: self._use_first())
+            yield embedding.register_forward_pre_hook(lambda *_: self._use(INPUT, self._coming))
             yield embedding.register_forward_hook(lambda *_: self._release(INPUT), always_call=True)
-        if self._last in self._places:
-            head = model.get_output_embeddings()
-            yield head.register_forward_pre_hook(lambda *_: self._use_last(torch.is_grad_enabled()))
-            yield head.register_forward_hook(lambda *_: self._after_head(), always_call=True)
+        # Whoever calls the decoder needs the output embedding next, by its module or by its weight alone.
+        decoder = model.get_decoder()
+        yield decoder.register_forward_pre_hook(lambda *_: self._begin())
+        yield decoder.register_forward_hook(lambda *_: self._use_last())
 
-    def _use_first(self) -> None:
+    def _begin(self) -> None:
         self._release_all()
-        self._use(INPUT, self._passage.first(torch.is_grad_enabled()))
+        self._coming = self._passage.first(torch.is_grad_enabled())
 
     def _before_layer(self, unit: Unit, layer: nn.Module, args: Any) -> None:
         if not torch.is_grad_enabled():
@@ -204,13 +198,9 @@ class Streamed:
         self._use(unit, self._passage.backward(unit))
         yield
 
-    def _use_last(self, trains: bool) -> None:
+    def _use_last(self) -> None:
         if self._last in self._places:
-            self._use(self._last, self._passage.last(trains))
-
-    def _after_head(self) -> None:
-        if not torch.is_grad_enabled():  # else its backward needs the weights, and the next use ends that
-            self._release(self._last)
+            self._use(self._last, self._passage.last(torch.is_grad_enabled()))
 
     # -- coming and going ------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 import traceback
 import weakref
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import TracebackType
@@ -30,13 +31,18 @@ class ActivationMeter:
     recomputed layer saves is hidden from hooks around it (checkpointing installs its own), so while
     a layer is recomputed every new storage is watched, and those that outlive the recomputation are counted.
 
+    Args:
+        model: parameters and buffers do not count.
+        beside: further memory that does not, such as that in which streamed weights are.
+
     Attributes:
         peak: highest bytes held at one time in all uses so far.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, beside: Sequence[torch.UntypedStorage] = ()) -> None:
         self.peak = 0
         self._model = model
+        self._beside = frozenset(storage.data_ptr() for storage in beside)
         self._resident: frozenset[int] = frozenset()
         self._owners: Counter[int] = Counter()  # address of a storage -> objects that hold it
         self._references: set[weakref.ref] = set()
@@ -46,7 +52,7 @@ class ActivationMeter:
 
     def __enter__(self) -> "ActivationMeter":
         tensors = (*self._model.parameters(), *self._model.buffers())
-        self._resident = frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors)
+        self._resident = self._beside | {tensor.untyped_storage().data_ptr() for tensor in tensors}
         self._hooks.__enter__()
         self._entered = True
         return self

@@ -1,8 +1,9 @@
 """What a session measures in its first steps: activations, and what the loss allocates."""
 
+from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -45,6 +46,6 @@ class Meters:
         logits: what the loss allocates, the gradients that it hands on included.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.activations = ActivationMeter(model)
+    def __init__(self, model: nn.Module, beside: Sequence[UntypedStorage] = ()) -> None:
+        self.activations = ActivationMeter(model, beside)
         self.logits = AllocationMeter()

@@ -64,7 +64,7 @@ def test_bytes_are_those_of_all_inputs_but_the_last(tmp_path, layers):
         one = session.boundary_bytes
         assert moved[Kind.DOWN] == 3 * layers * one
         assert moved[Kind.READ] == moved[Kind.WRITE] == 3 * max(0, layers - SLOTS) * one
-        assert session.ledger.peaks["ram"]["activations"] >= min(SLOTS, layers) * one
+        assert session.ledger.peaks["ram"]["buffers"] >= min(SLOTS, layers) * one
 
 
 def test_an_input_is_freed_once_it_has_left(tmp_path):
