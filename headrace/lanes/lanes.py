@@ -59,6 +59,7 @@ class _Job:
     work: Work
     after: tuple[Event, ...]
     ready: "torch.cuda.Event | None"  # the point on the compute stream that the work must not overtake
+    booked: bool
 
 
 class Lanes:
@@ -84,6 +85,7 @@ class Lanes:
         self.workers = Workers(workers)
         self.step = 0
         self.watch: Callable[[], None] = lambda: None
+        self._booked = True
         self._lanes: dict[str, _Lane] = {}
 
     def submit(self, action: Action, work: Work, after: Sequence[Event] = ()) -> Event:
@@ -94,7 +96,7 @@ class Lanes:
         if self.device.type == "cuda":
             ready = torch.cuda.Event()
             ready.record(torch.cuda.current_stream(self.device))
-        self._lane(action.lane).submit(_Job(event, self.step, work, tuple(after), ready))
+        self._lane(action.lane).submit(_Job(event, self.step, work, tuple(after), ready, self._booked))
         return event
 
     def wait(self, event: Event) -> None:
@@ -103,8 +105,18 @@ class Lanes:
             start = time.perf_counter()
             while not event._done.wait(POLL):
                 self.watch()
-            self.ledger.stall(event.action.lane, time.perf_counter() - start)
+            if self._booked:
+                self.ledger.stall(event.action.lane, time.perf_counter() - start)
         event.wait()
+
+    @contextmanager
+    def unbooked(self) -> Iterator[None]:
+        """Leave what is submitted inside out of ledger and trace: they are accounts of steps of training."""
+        self._booked = False
+        try:
+            yield
+        finally:
+            self._booked = True
 
     @contextmanager
     def compute(self, action: Action) -> Iterator[None]:
@@ -177,7 +189,8 @@ class _Lane:
             nbytes = job.work()
         if self._pace is not None:
             time.sleep(max(0.0, start + nbytes / self._pace - time.perf_counter()))
-        self._lanes.book(job.event.action, job.step, start, nbytes)
+        if job.booked:
+            self._lanes.book(job.event.action, job.step, start, nbytes)
 
     @contextmanager
     def _streaming(self, job: _Job) -> Iterator[None]:

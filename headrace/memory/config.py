@@ -23,23 +23,37 @@ class MemoryConfig(Config):
         description="budget of the accelerator's memory; without one, RAM is the only tier: use memory.host",
     )
     host: Size | Literal["auto"] = Field("auto", description="budget of RAM")
-    weights: Literal["device"] = Field("device", description="where the working weights live")
+    weights: Literal["device", "host", "disk", "auto"] = Field(
+        "device",
+        description="where the working weights live; off the device, layers are fetched while they are used; "
+        "auto: the fastest tier that fits",
+    )
     disk: list[DiskConfig] = Field(
         default_factory=list,
         description="directories for what lives on the disk, each {path, size}; faster ones take more, and "
         "size: auto is what is free there",
     )
     states: Literal["host", "disk"] = Field("host", description="where master weights and moments live")
-    activations: Literal["keep", "recompute"] = Field(
-        "recompute", description="keep what backward needs, or recompute each layer"
+    activations: Literal["keep", "recompute", "host", "disk"] = Field(
+        "recompute",
+        description="keep what backward needs, or recompute each layer; host, disk: recompute, and keep the "
+        "layers' inputs there",
     )
 
     @model_validator(mode="after")
     def _disk_for_what_lives_there(self) -> "MemoryConfig":
-        if self.states == "disk" and not self.disk:
-            raise ValueError("memory.states=disk needs a place: set memory.disk=[{path: a directory}]")
-        if self.disk and self.states != "disk":
+        living = [name for name in ("states", "weights", "activations") if getattr(self, name) == "disk"]
+        if living and not self.disk:
+            raise ValueError(
+                f"memory.{living[0]}=disk needs a place: set memory.disk=[{{path: a directory}}]"
+            )
+        if self.disk and not living and self.weights != "auto":
             raise ValueError("memory.disk has no effect, since nothing lives there: set memory.states=disk")
+        if self.weights in ("host", "disk") and self.activations == "keep":
+            raise ValueError(
+                f"memory.weights={self.weights} needs layers that are recomputed, for they leave the device: "
+                "set memory.activations=recompute"
+            )
         places = [Path(disk.path).expanduser().absolute() for disk in self.disk]
         if twice := next((place for place in places if places.count(place) > 1), None):
             raise ValueError(f"memory.disk names {twice} twice: name it once")

@@ -122,10 +122,16 @@ class DiskStore:
             self._resources.close()
             raise
 
-    def declare(self, name: str, form: Form) -> None:
-        """Announce a buffer; it has no content yet."""
+    def declare(self, name: str, form: Form, number: int = 0) -> None:
+        """Announce a buffer; it has no content yet.
+
+        Args:
+            name: of its files.
+            form: what it is made of.
+            number: among buffers of its kind: what is left by whole units goes to other paths each time.
+        """
         assert name not in self._forms, name
-        self._numbers[name] = len(self._forms)
+        self._numbers[name] = number
         self._forms[name] = form
         self._new.append(name)
 

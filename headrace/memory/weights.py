@@ -134,7 +134,7 @@ class DiskWeights(WeightStore):
         largest = max((b.size * DTYPES[b.dtype].itemsize for b in layout.buckets), default=0)
         self._buffer = pool.take(largest, torch.uint8, "buffers", "a bucket of weights (memory.weights)")
         for b in layout.buckets:
-            disk.declare(_name(b.index), Form({TABLE: DTYPES[b.dtype]}, b.size))
+            disk.declare(_name(b.index), Form({TABLE: DTYPES[b.dtype]}, b.size), b.index)
         disk.reserve(1, "weights", "the weights")
 
     def home(self, bucket: int) -> None:

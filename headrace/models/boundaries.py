@@ -79,7 +79,7 @@ class Boundaries:
         if self._on_disk:
             assert tiers.disk is not None
             for index in range(self._stays):
-                tiers.disk.declare(_name(index), Form({TABLE: dtype}, numel))
+                tiers.disk.declare(_name(index), Form({TABLE: dtype}, numel), index)
             tiers.disk.reserve(1, "activations", what)
         self.instead: Mapping[nn.Module, Checkpoint] = {
             layer: partial(self._checkpoint, index) for index, layer in enumerate(layers)

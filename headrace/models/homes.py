@@ -18,8 +18,8 @@ from headrace.schedule.layout import Layout, Parameter, cut
 INPUT, OUTPUT = Unit("e", 0), Unit("e", 1)
 
 
-def streamed_units(model: PreTrainedModel) -> dict[Unit, list[nn.Module]]:
-    """The parts of a model whose weights come and go: its layers, its input and its output embedding.
+def streamed_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The layers of a model, in the order of its forward.
 
     Raises:
         UserError: a model without layers that can be recomputed.
@@ -27,8 +27,19 @@ def streamed_units(model: PreTrainedModel) -> dict[Unit, list[nn.Module]]:
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise UserError(
-            f"{type(model).__name__} has no layers of a kind that can be streamed: set memory.weights=device"
+            f"{type(model).__name__} has no layers of a kind that can be streamed: set memory.weights=device "
+            "and memory.activations=recompute"
         )
+    return list(layers)
+
+
+def streamed_units(model: PreTrainedModel) -> dict[Unit, list[nn.Module]]:
+    """The parts of a model whose weights come and go: its layers, its input and its output embedding.
+
+    Raises:
+        UserError: a model without layers that can be recomputed.
+    """
+    layers = streamed_layers(model)
     units: dict[Unit, list[nn.Module]] = {INPUT: [model.get_input_embeddings()]}
     units |= {Unit("l", index): [layer] for index, layer in enumerate(layers)}
     head = model.get_output_embeddings()

@@ -93,6 +93,7 @@ class Streamed:
         self._lanes = tiers.lanes
         self._in_use: list[Unit] = []
         self._coming: list[Unit] = []
+        self._pass = True, tiers.lanes.step
         parameters = dict(model.named_parameters())
         self._buckets: dict[Unit, list[Bucket]] = {}
         self._places: dict[Unit, list[_Place]] = {}
@@ -127,6 +128,7 @@ class Streamed:
 
     def pieces(self, name: str, start: int, stop: int) -> Iterator[Tensor] | None:
         """Elements ``start:stop`` of a streamed parameter from its store, 1-D; None for any other tensor."""
+        name = name.replace(".base_layer.", ".")  # beside adapters
         index = next((i for i, p in enumerate(self.store.layout.parameters) if p.name == name), None)
         return None if index is None else self._pieces(index, start, stop)
 
@@ -168,7 +170,14 @@ class Streamed:
 
     def _begin(self) -> None:
         self._release_all()
-        self._coming = self._passage.first(torch.is_grad_enabled())
+        trains = torch.is_grad_enabled()
+        if (
+            trains,
+            self._lanes.step,
+        ) != self._pass:  # what a step fetches does not depend on others before it
+            self.withdraw()
+        self._pass = trains, self._lanes.step
+        self._coming = self._passage.first(trains)
 
     def _before_layer(self, unit: Unit, layer: nn.Module, args: Any) -> None:
         if not torch.is_grad_enabled():

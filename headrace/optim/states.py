@@ -129,9 +129,8 @@ class DiskStates(States):
                 what = f"{name} in place {place} of the window (update.window)"
                 self._places[-1][name] = pool.take(size, torch.float32, "states", what)
         for bucket in layout.buckets:
-            disk.declare(
-                _name(bucket), Form(dict.fromkeys(names, torch.float32), bucket.size, self._notes(bucket))
-            )
+            form = Form(dict.fromkeys(names, torch.float32), bucket.size, self._notes(bucket))
+            disk.declare(_name(bucket), form, bucket.index)
         disk.reserve(1 + kept, "states", "the states and the checkpoints of them")
 
     def tables(self, bucket: Bucket, place: int | None) -> Tables:

@@ -32,7 +32,8 @@ class SavedBytes:
         self._tokens = work.tokens
         self._on_cpu = machine.unified
         self._rounds = machine.unified and work.element < FP32
-        self._recomputed = work.activations == "recompute"
+        self._recomputed = work.activations != "keep"
+        self._away = work.activations in ("host", "disk")  # inputs of layers, which count there
         self._queries = shape.heads * shape.head_dim
         self._keys = shape.kv_heads * shape.head_dim
 
@@ -44,7 +45,7 @@ class SavedBytes:
     @property
     def after_forward(self) -> int:
         """Bytes held when forward has ended."""
-        layers = self._shape.layers * [self._stream] if self._recomputed else self._layers
+        layers = self._shape.layers * [self._kept] if self._recomputed else self._layers
         return self._around + sum(layers) + self._norm(self._shape.hidden) + self._balance()
 
     @property
@@ -52,7 +53,7 @@ class SavedBytes:
         """For each layer, the bytes held when backward reaches it, later layers being done."""
         if not self._recomputed:
             return [self._around + below for below in accumulate(self._layers)]
-        kept = accumulate(self._shape.layers * [self._stream])
+        kept = accumulate(self._shape.layers * [self._kept])
         shared = self._shared_input
         return [
             self._around + below + layer - shared for below, layer in zip(kept, self._layers, strict=True)
@@ -66,6 +67,11 @@ class SavedBytes:
     def _stream(self) -> int:
         """A tensor of the residual stream's width, such as a layer's input."""
         return self._tokens * self._shape.hidden * self._element
+
+    @property
+    def _kept(self) -> int:
+        """A layer's input where it waits in autograd's memory for backward."""
+        return 0 if self._away else self._stream
 
     @property
     def _around(self) -> int:

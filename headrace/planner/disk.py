@@ -4,6 +4,7 @@ from collections import Counter
 
 from headrace.machine.paths import split
 from headrace.planner.shape import ModelShape
+from headrace.planner.streamed import optimizer_layout
 from headrace.planner.workload import STATE, Workload
 from headrace.schedule.action import Action, Kind
 from headrace.schedule.window import Read, Window, Write
@@ -19,13 +20,13 @@ def window_bytes(shape: ModelShape, work: Workload) -> int:
     return STATE * place * min(work.window, len(sizes))
 
 
-def disk_bytes(shape: ModelShape) -> int:
+def disk_bytes(shape: ModelShape, work: Workload) -> int:
     """Bytes of the living states on all paths; exact."""
-    return STATE * shape.aligned_numel
+    return STATE * optimizer_layout(shape, work).size
 
 
 def path_bytes(shape: ModelShape, work: Workload, steps: int = 3) -> dict[Action, int]:
-    """Bytes that each path reads and writes in a step, on average over the first ``steps``; exact.
+    """Bytes of states that each path reads and writes a step, on average over the first ``steps``; exact.
 
     The first step finds nothing in memory, and later ones walk in turn up and down.
     """
@@ -43,7 +44,7 @@ def path_bytes(shape: ModelShape, work: Workload, steps: int = 3) -> dict[Action
 
 
 def _sizes(shape: ModelShape, work: Workload) -> list[int]:
-    return [bucket.size for bucket in shape.layout(work.bucket).buckets]
+    return [bucket.size for bucket in optimizer_layout(shape, work).buckets]
 
 
 def _moves(buckets: int, places: int, steps: int) -> Counter[tuple[Kind, int]]:

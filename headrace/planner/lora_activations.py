@@ -104,7 +104,7 @@ class _AdapterBytes(SavedBytes):
     @property
     def _streams(self) -> list[int]:
         """The inputs that recomputed layers keep; one without a backward keeps none."""
-        return [self._stream if layer.left else 0 for layer in self._flow]
+        return [self._kept if layer.left else 0 for layer in self._flow]
 
     @property
     def _around(self) -> int:

@@ -5,6 +5,7 @@ links. Exact by derivation: activations and logits, held against measurement by 
 constant with its source: what Python and its libraries hold, and what comes and goes inside an operation.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,6 +15,15 @@ from headrace.planner.activations import SavedBytes
 from headrace.planner.disk import disk_bytes, path_bytes, window_bytes
 from headrace.planner.lora_activations import saved_bytes
 from headrace.planner.shape import ModelShape
+from headrace.planner.streamed import (
+    buffer_bytes,
+    home_bytes,
+    journeys,
+    kept_bytes,
+    optimizer_layout,
+    resident_numel,
+    slot_bytes,
+)
 from headrace.planner.workload import STATE, Workload, kernel_lengths, round_length
 from headrace.schedule.action import Action, Kind
 
@@ -80,7 +90,7 @@ def predict(shape: ModelShape, work: Workload, machine: Machine) -> Ledger:
                     ledger.hold(tier, purpose, held[purpose])
     ledger.hold(machine.device_tier, "activations", saved_bytes(shape, work, machine).peak)
     ledger.process_peak = ledger.total(machine.host_tier)
-    for action, nbytes in link_bytes(shape, work).items():
+    for action, nbytes in link_bytes(shape, work, machine).items():
         ledger.book(action, 0.0, nbytes)
     return ledger
 
@@ -137,8 +147,13 @@ def _place(
         (machine.device_tier, {} if machine.unified else {"other": CUDA_DEVICE}),
         (machine.host_tier, pool_bytes(shape, work, machine)),
         (machine.host_tier, {"other": base}),
-        ("disk", {"states": disk_bytes(shape)} if work.paths else {}),
+        ("disk", {"states": disk_bytes(shape, work)} if work.states == "disk" else {}),
+        *((tier, {"buffers": n}) for tier, n in buffer_bytes(shape, work, machine).items()),
+        *((tier, {"activations": n}) for tier, n in kept_bytes(shape, work).items()),
     ]
+    if work.weights != "device":
+        home = machine.host_tier if work.weights == "host" else "disk"
+        always.append((home, {"weights": home_bytes(shape, work)}))
     held: dict[str, dict[str, int]] = {}
     for tier, purposes in [*always, (machine.device_tier, passing)]:
         for purpose, nbytes in purposes.items():
@@ -148,29 +163,37 @@ def _place(
 
 
 def weight_bytes(shape: ModelShape, work: Workload) -> int:
-    """Bytes of the working weights, adapters among them, and the module's buffers."""
+    """Bytes of the device's working weights, adapters among them, and the module's buffers."""
     adapters = shape.trained_numel if shape.adapters else 0
-    return (shape.numel + adapters) * work.element + shape.buffer_bytes(work.element)
+    slots = 0 if work.weights == "device" else slot_bytes(shape, work)
+    own = (resident_numel(shape, work) + adapters) * work.element
+    return own + slots + shape.buffer_bytes(work.element)
 
 
 def pool_bytes(shape: ModelShape, work: Workload, machine: Machine) -> dict[str, int]:
     """Bytes by purpose that the optimizer takes from the host pool; exact."""
     summed = work.micro_batches > 1
-    bucket = min(work.bucket, shape.aligned_numel) * work.element
+    numel = optimizer_layout(shape, work).size
+    bucket = min(work.bucket, numel) * work.element
     landing = bucket if summed and not machine.unified else 0  # gradients land before they are summed
     staging = work.staging * bucket if summed and work.element < 4 else 0  # else in place of the gradients
     return {
-        "states": window_bytes(shape, work) if work.paths else STATE * shape.aligned_numel,
-        "gradients": (4 if summed else work.element) * shape.aligned_numel,
+        "states": window_bytes(shape, work) if work.states == "disk" else STATE * numel,
+        "gradients": (4 if summed else work.element) * numel,
         "buffers": staging + landing + work.workers * (KERNEL_SCRATCH + NORM_SCRATCH),
     }
 
 
-def link_bytes(shape: ModelShape, work: Workload) -> dict[Action, int]:
-    """Bytes of one step by kind of action, summed over buckets and micro-batches; exact."""
-    nbytes = shape.trained_numel * work.element
-    links = {Action(Kind.DOWN): nbytes * work.micro_batches, Action(Kind.UP): nbytes}
-    return links | (path_bytes(shape, work) if work.paths else {})
+def link_bytes(shape: ModelShape, work: Workload, machine: Machine) -> dict[Action, int]:
+    """Bytes of one step by kind of action and path, summed over buckets and micro-batches; exact."""
+    down = shape.trained_numel * work.element * work.micro_batches
+    back = shape.trained_numel if shape.adapters else resident_numel(shape, work)
+    links = Counter({Action(Kind.DOWN): down, Action(Kind.UP): back * work.element})
+    if work.states == "disk":
+        links.update(path_bytes(shape, work))
+    for action, nbytes in journeys(shape, work, machine):
+        links[action] += nbytes
+    return dict(links)
 
 
 def loss_bytes(shape: ModelShape, work: Workload) -> int:

@@ -145,10 +145,14 @@ class ModelShape:
         return sum(padded(parameter.numel) for parameter in self.trained)
 
     def layout(self, capacity: int) -> Layout:
-        """The optimizer's buckets: matrices, which decay, are one param group, all else is another."""
+        """The optimizer's buckets."""
+        return cut(self.grouped, capacity)
+
+    @cached_property
+    def grouped(self) -> list[Parameter]:
+        """What is trained in its param groups: matrices, which decay, are one, all else is another."""
         grouped = sorted(self.trained, key=lambda parameter: len(parameter.shape) < 2)
-        parameters = [Parameter(p.name, p.numel, int(len(p.shape) < 2), "") for p in grouped]
-        return cut(parameters, capacity)
+        return [Parameter(p.name, p.numel, int(len(p.shape) < 2), "") for p in grouped]
 
     @property
     def largest(self) -> int:

@@ -24,14 +24,17 @@ class Workload:
         micro_batch: rows of a micro-batch.
         micro_batches: micro-batches whose gradients are summed before an update.
         dtype: of weights, activations and gradients.
-        activations: ``keep`` what backward needs, or ``recompute`` each layer.
+        activations: ``keep`` what backward needs, or ``recompute`` each layer; ``host`` and ``disk``
+            recompute too, and keep the layers' inputs there.
+        weights: where the working weights live.
+        states: where master weights and moments live.
         documents: tokens of each document of the heaviest micro-batch, None while the data is not known.
             Attention runs document by document unless each is a whole row.
         loss_chunk: tokens whose logits exist at a time.
         bucket: elements of an optimizer bucket.
         staging: buckets of new weights on their way back, where they do not take the gradients' place.
         workers: threads of the optimizer kernel.
-        paths: speeds of the disk paths on which states live, in any unit; none for host memory.
+        paths: speeds of the disk paths, in any unit; none where nothing lives on a disk.
         window: buckets of such states in host memory at once.
     """
 
@@ -39,7 +42,9 @@ class Workload:
     micro_batch: int = 1
     micro_batches: int = 1
     dtype: Literal["bf16", "fp32"] = "bf16"
-    activations: Literal["keep", "recompute"] = "recompute"
+    activations: Literal["keep", "recompute", "host", "disk"] = "recompute"
+    weights: Literal["device", "host", "disk"] = "device"
+    states: Literal["host", "disk"] = "host"
     documents: tuple[int, ...] | None = None
     loss_chunk: int = 512
     bucket: int = 2**24

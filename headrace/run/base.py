@@ -7,17 +7,23 @@ from transformers import PreTrainedModel
 from headrace.checkpoint.restore import Checkpoint
 from headrace.errors import UserError
 from headrace.models.lora import fingerprint
+from headrace.models.published import Pieces
 from headrace.run.file import RunFile
 
 
-def base_of(run: RunFile, model: PreTrainedModel) -> str | None:
-    """What a checkpoint notes of the frozen weights; None where none are frozen."""
-    return None if run.model.lora is None else fingerprint(model)
+def base_of(run: RunFile, model: PreTrainedModel, elsewhere: Pieces | None = None) -> str | None:
+    """What a checkpoint notes of the frozen weights; None where none are frozen.
+
+    ``elsewhere`` gives those that the model does not hold itself.
+    """
+    return None if run.model.lora is None else fingerprint(model, elsewhere)
 
 
-def check_base(start: Checkpoint, run: RunFile, model: PreTrainedModel, accept: bool) -> None:
-    """Raise UserError, or warn if ``accept``, where ``model`` is not the one that the checkpoint is of."""
-    if start.state.get("base") == base_of(run, model):
+def check_base(
+    start: Checkpoint, run: RunFile, model: PreTrainedModel, accept: bool, elsewhere: Pieces | None = None
+) -> None:
+    """Raise UserError, or warn if ``accept``, where the model is not the one that the checkpoint is of."""
+    if start.state.get("base") == base_of(run, model, elsewhere):
         return
     if not accept:
         raise UserError(

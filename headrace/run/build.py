@@ -1,22 +1,30 @@
 """Builds what a plan describes: data, model, optimizer and loop."""
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
 from headrace.data.prepare import Prepared, prepare
+from headrace.ledger import Ledger
 from headrace.memory.config import DiskConfig
-from headrace.memory.disk import DiskPath, device_of
+from headrace.memory.disk import DiskPath, DiskStore, device_of
 from headrace.memory.tensorfile import Entry
+from headrace.memory.tiers import Tiers
 from headrace.memory.weights import DTYPES
 from headrace.models.attention import check_packable
+from headrace.models.boundaries import Boundaries
 from headrace.models.compiled import compile_layers
+from headrace.models.homes import streamed_layers, weight_store
 from headrace.models.load import LoadedModel, load_model
 from headrace.models.lora import add_adapters, check_trainable
+from headrace.models.published import Pieces
 from headrace.models.recompute import recompute_layers
+from headrace.models.streaming import Streamed
 from headrace.models.tokenizer import no_tokenizer
 from headrace.optim.groups import decay_groups
 from headrace.optim.offloaded import OffloadedAdamW
@@ -30,18 +38,37 @@ from headrace.training.meters import Meters
 
 @dataclass(frozen=True)
 class Job:
-    """A run that is ready for its first step."""
+    """A run that is ready for its first step.
+
+    Attributes:
+        loaded: the model that is trained, and its tokenizer.
+        data: prepared.
+        optimizer: of what is trained.
+        loop: takes the steps.
+        steps: of the whole run.
+        streamed: brings weights that live off the device, if any do.
+        disk: the disk tier, if there is one.
+        resources: ends everything, the optimizer first.
+    """
 
     loaded: LoadedModel
     data: Prepared
     optimizer: OffloadedAdamW
     loop: Loop
     steps: int
+    streamed: Streamed | None
+    disk: DiskStore | None
+    resources: ExitStack
 
     @property
     def model(self) -> PreTrainedModel:
         """The model that is trained."""
         return self.loaded.model
+
+    @property
+    def elsewhere(self) -> Pieces | None:
+        """Gives the weights that the model does not hold itself."""
+        return self.streamed.pieces if self.streamed else None
 
 
 def build(plan: Plan, directory: RunDirectory, on_tokenised: Callable[[int, int], None] | None = None) -> Job:
@@ -52,43 +79,97 @@ def build(plan: Plan, directory: RunDirectory, on_tokenised: Callable[[int, int]
     """
     run = plan.run
     torch.set_num_threads(_number(run.threads.compute))
-    loaded = _model(run, device_of_plan(plan))
-    if run.data.packing:
-        check_packable(loaded.model.config, run.data.context)
-    check_head(loaded.model)
-    data = _data(run, loaded, directory, on_tokenised)
-    torch.manual_seed(run.train.seed)
-    optimizer = _optimizer(run, loaded.model, plan.work_on(data.train.rows).micro_batches, directory)
-    meters = Meters(loaded.model)
-    loaded.model.train()
-    if run.memory.activations == "recompute":
-        # Watching a recomputation would change what is compiled.
-        recompute_layers(loaded.model, None if run.train.compile else meters.activations.contexts)
-    if run.train.compile:
-        compile_layers(loaded.model)
-    _hold_weights(loaded.model, optimizer)
-    steps = run.train.total_steps(data.train.steps_per_epoch)
-    loop = Loop(
-        loaded.model,
-        optimizer,
-        data.train,
-        data.eval,
-        steps=steps,
-        train=run.train,
-        optim=run.optim,
-        meters=meters,
+    with ExitStack() as resources:
+        tiers = _tiers(plan)
+        resources.callback(tiers.close)
+        loaded, streamed = _model(run, tiers, resources)
+        if run.data.packing:
+            check_packable(loaded.model.config, run.data.context)
+        with tiers.lanes.unbooked():
+            check_head(loaded.model)
+        if streamed is not None:
+            streamed.withdraw()
+        data = _data(run, loaded, directory, on_tokenised)
+        torch.manual_seed(run.train.seed)
+        work = plan.work_on(data.train.rows)
+        optimizer = _optimizer(run, loaded, work.micro_batches, directory, tiers)
+        resources.callback(optimizer.close)
+        meters = _arrange(run, loaded.model, work.tokens, tiers, streamed, resources)
+        _hold_weights(loaded, optimizer)
+        steps = run.train.total_steps(data.train.steps_per_epoch)
+        loop = Loop(
+            loaded.model,
+            optimizer,
+            data.train,
+            data.eval,
+            steps=steps,
+            train=run.train,
+            optim=run.optim,
+            meters=meters,
+            elsewhere=streamed.pieces if streamed else None,
+        )
+        return Job(loaded, data, optimizer, loop, steps, streamed, tiers.disk, resources.pop_all())
+
+
+def _tiers(plan: Plan) -> Tiers:
+    memory = plan.run.memory
+    return Tiers(
+        device_of_plan(plan),
+        Ledger(),
+        host=_number(memory.host),
+        accelerator=None if plan.machine.unified else _number(memory.device),
+        disk=[disk_path(disk) for disk in memory.disk],
+        workers=_number(plan.run.threads.update),
     )
-    return Job(loaded, data, optimizer, loop, steps)
 
 
-def _model(run: RunFile, device: torch.device) -> LoadedModel:
-    path, lora, seed = run.model.path, run.model.lora, run.train.seed
+def _arrange(
+    run: RunFile,
+    model: PreTrainedModel,
+    tokens: int,
+    tiers: Tiers,
+    streamed: Streamed | None,
+    resources: ExitStack,
+) -> Meters:
+    """Let layers recompute, compile, stream; returns what measures them."""
+    model.train()
+    boundaries, where = None, run.memory.activations
+    if where in ("host", "disk"):
+        numel = tokens * model.config.get_text_config().hidden_size
+        boundaries = Boundaries(streamed_layers(model), numel, model.dtype, tiers, where)
+        resources.callback(boundaries.close)
+    meters = Meters(
+        model, [storage for part in (streamed, boundaries) if part for storage in part.storages()]
+    )
+    if where != "keep":
+        recompute_layers(
+            model,
+            # Watching a recomputation would change what is compiled.
+            None if run.train.compile else meters.activations.contexts,
+            streamed.contexts if streamed else None,
+            boundaries.instead if boundaries else None,
+        )
+    if run.train.compile:
+        compile_layers(model)
+    return meters
+
+
+def _model(run: RunFile, tiers: Tiers, resources: ExitStack) -> tuple[LoadedModel, Streamed | None]:
+    path, lora, seed, where = run.model.path, run.model.lora, run.train.seed, run.memory.weights
     if lora is not None:
         check_trainable(path)
-    loaded = load_model(path, DTYPES[run.model.dtype], device=device, seed=seed)
+    home = None
+    if where in ("host", "disk"):
+        home = partial(weight_store, tiers=tiers, where=where, bucket=run.update.bucket)
+    loaded = load_model(path, DTYPES[run.model.dtype], device=tiers.lanes.device, seed=seed, home=home)
+    streamed = None
+    if loaded.store is not None:
+        resources.callback(loaded.store.close)
+        streamed = Streamed(loaded.model, loaded.store, tiers)
+        resources.callback(streamed.close)
     if lora is not None:
         add_adapters(loaded.model, lora, path, seed)
-    return loaded
+    return loaded, streamed
 
 
 def state_entries(optimizer: OffloadedAdamW) -> dict[str, list[Entry]]:
@@ -121,23 +202,23 @@ def _data(
 
 
 def _optimizer(
-    run: RunFile, model: PreTrainedModel, micro_batches: int, directory: RunDirectory
+    run: RunFile, loaded: LoadedModel, micro_batches: int, directory: RunDirectory, tiers: Tiers
 ) -> OffloadedAdamW:
     optim = run.optim
     return OffloadedAdamW(
-        decay_groups(model, optim.weight_decay),
+        decay_groups(loaded.model, optim.weight_decay),
         lr=optim.lr,
         betas=(optim.beta1, optim.beta2),
         eps=optim.eps,
         max_grad_norm=optim.max_grad_norm,
         release_gradients=True,
         micro_batches=micro_batches,
-        host=_number(run.memory.host),
-        disk=[disk_path(disk) for disk in run.memory.disk],
         window=_number(run.update.window),
         kept=_kept_on_disk(run, directory),
         bucket=run.update.bucket,
-        workers=_number(run.threads.update),
+        tiers=tiers,
+        states=run.memory.states,
+        weights=None if run.model.lora else loaded.store,
     )
 
 
@@ -148,7 +229,7 @@ def disk_path(disk: DiskConfig) -> DiskPath:
 
 def _kept_on_disk(run: RunFile, directory: RunDirectory) -> int:
     """Checkpoints that will hold states in the space of the paths: links, on the same file system."""
-    if not run.memory.disk or not run.checkpoint.states:
+    if run.memory.states != "disk" or not run.checkpoint.states:
         return 0
     return run.checkpoint.keep if links_work(directory.path, run.memory.disk) else 0
 
@@ -158,10 +239,17 @@ def links_work(directory: Path, disks: Sequence[DiskConfig]) -> bool:
     return {device_of(directory)} == {device_of(Path(disk.path).expanduser()) for disk in disks}
 
 
-def _hold_weights(model: PreTrainedModel, optimizer: OffloadedAdamW) -> None:
-    tensors = (*model.parameters(), *model.buffers())
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    optimizer.ledger.hold(optimizer.device.tier, "weights", sum(storages.values()))
+def _hold_weights(loaded: LoadedModel, optimizer: OffloadedAdamW) -> None:
+    """Book what the model itself holds, beside what a budget has handed out for weights."""
+    streamed = {parameter.name for parameter in loaded.store.layout.parameters} if loaded.store else set()
+    own = [p for name, p in loaded.model.named_parameters() if _plain(name) not in streamed]
+    storages = {t.data_ptr(): t for t in (u.untyped_storage() for u in (*own, *loaded.model.buffers()))}
+    optimizer.device.note("weights", sum(storage.nbytes() for storage in storages.values()))
+
+
+def _plain(name: str) -> str:
+    """A parameter's name before it had an adapter beside it."""
+    return name.replace(".base_layer.", ".")
 
 
 def device_of_plan(plan: Plan) -> torch.device:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from headrace.checkpoint.config import CheckpointConfig
@@ -45,6 +45,15 @@ class RunFile(Config):
     predicted: dict[str, Any] | None = Field(
         None, description="written by `headrace plan --save`: the predicted ledger"
     )
+
+    @model_validator(mode="after")
+    def _compiled_layers_stay(self) -> "RunFile":
+        if self.train.compile and self.memory.weights != "device":
+            raise ValueError(
+                f"train.compile=true and memory.weights={self.memory.weights} do not go together, for "
+                "compiled layers expect their weights in one place: set train.compile=false"
+            )
+        return self
 
 
 def read_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunFile:

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,12 +21,12 @@ from headrace.machine.presets import preset
 from headrace.models.source import find_source, pinned, read_config
 from headrace.planner.disk import fitting_window, path_bytes, window_bytes
 from headrace.planner.fit import KNOBS, Verdict, judge, lacking
-from headrace.planner.memory import predict
+from headrace.planner.memory import link_bytes, predict
 from headrace.planner.report import memory_table
 from headrace.planner.shape import ModelShape
 from headrace.planner.workload import Workload, divisors
 from headrace.run.file import RunFile, dump, read_run_file, to_tree, validate
-from headrace.schedule.action import Kind
+from headrace.schedule.action import Action
 from headrace.schedule.window import WINDOW
 from headrace.training.lr import learning_rate
 
@@ -81,17 +82,28 @@ class Plan:
             paths: measured speeds of the disk paths, if there are any.
         """
         work = replace(self.work_on(rows), paths=paths)
-        full, left = divmod(rows, min(rows, self.run.train.batch))
-        short = -(-left // work.micro_batch)
-        epochs, more = divmod(steps, full + (left > 0))
-        sent = epochs * (full * work.micro_batches + short) + more * work.micro_batches
         ledger = predict(self.shape, work, self.machine)
-        for action, account in ledger.actions.items():
-            if action.kind is Kind.DOWN:
-                account.nbytes = round(account.nbytes * sent / (steps * work.micro_batches))
-        for action, nbytes in (path_bytes(self.shape, work, steps) if paths else {}).items():
+        for action, nbytes in self._mean_links(work, rows, steps).items():
             ledger.actions[action].nbytes = nbytes
         return ledger
+
+    def _mean_links(self, work: Workload, rows: int, steps: int) -> dict[Action, int]:
+        """Bytes of a step, on average over steps of as many micro-batches as their rows make."""
+        full, left = divmod(rows, min(rows, self.run.train.batch))
+        epochs, more = divmod(steps, full + (left > 0))
+        counts = Counter({work.micro_batches: epochs * full + more})
+        if left:
+            counts[-(-left // work.micro_batch)] += epochs
+        total: Counter[Action] = Counter()
+        for micro_batches, times in counts.items():
+            # States move alike in every step; on average below, for their first and later steps differ.
+            step = replace(work, micro_batches=micro_batches, states="host")
+            for action, nbytes in link_bytes(self.shape, step, self.machine).items():
+                total[action] += times * nbytes
+        mean = {action: round(nbytes / steps) for action, nbytes in total.items()}
+        for action, nbytes in (path_bytes(self.shape, work, steps) if work.states == "disk" else {}).items():
+            mean[action] = mean.get(action, 0) + nbytes
+        return mean
 
     def _notes(self) -> Iterator[str]:
         for tier, asked in _asked(self.run, self.machine).items():
@@ -106,9 +118,10 @@ class Plan:
             )
         if not self.run.checkpoint.states:
             yield f"! {WITHOUT_STATES}"
-        elif self.run.memory.disk:
+        elif self.run.memory.states == "disk":
             copies = 1 + self.run.checkpoint.keep
-            needed = copies * self.predicted.total("disk")
+            held = self.predicted.peaks["disk"]
+            needed = sum(held.values()) + self.run.checkpoint.keep * held["states"]
             if needed > self.machine.tiers["disk"]:
                 yield (
                     f"! states and {copies - 1} checkpoints of them will take {format_size(needed)}, more "
@@ -170,6 +183,7 @@ def plan(source: str | Path | RunFile, overrides: Sequence[str] = (), machine: s
     there = detect(*_accelerator()) if machine is None else preset(machine)
     there = _with_disk(run, there)
     _check_tiers(run, there)
+    _check_places(run, there)
     run = _fill(run, shape, there)
     budgets = {tier: min(size, there.tiers[tier]) for tier, size in _asked(run, there).items()}
     work = workload(run)
@@ -180,13 +194,15 @@ def plan(source: str | Path | RunFile, overrides: Sequence[str] = (), machine: s
 def workload(run: RunFile) -> Workload:
     """What one step of a filled-in run file asks of memory."""
     micro_batch, workers = run.train.micro_batch, run.threads.update
-    assert micro_batch != "auto" and workers != "auto"
+    assert micro_batch != "auto" and workers != "auto" and run.memory.weights != "auto"
     return Workload(
         context=run.data.context,
         micro_batch=micro_batch,
         micro_batches=run.train.accumulation,
         dtype=run.model.dtype,
         activations=run.memory.activations,
+        weights=run.memory.weights,
+        states=run.memory.states,
         loss_chunk=run.train.loss_chunk,
         bucket=run.update.bucket,
         workers=workers,
@@ -204,6 +220,8 @@ def _fill(run: RunFile, shape: ModelShape, machine: Machine) -> RunFile:
             memory[key] = machine.tiers[tier] // MIB * MIB
     for lane, count in auto_threads().items():
         threads[lane] = count.count if threads[lane] == "auto" else threads[lane]
+    if memory["weights"] == "auto":
+        memory["weights"] = _weights(tree, shape, machine)
     filled = validate(tree, "the plan")
     if train["micro_batch"] == "auto":
         train["micro_batch"] = _largest_that_fits(filled, shape, machine)
@@ -212,9 +230,23 @@ def _fill(run: RunFile, shape: ModelShape, machine: Machine) -> RunFile:
     return validate(tree, "the plan")
 
 
+def _weights(tree: dict[str, Any], shape: ModelShape, machine: Machine) -> str:
+    """The fastest tier for the weights with which a micro-batch of one row fits; the last if none does."""
+    tiers = ["device", *([] if machine.unified else ["host"]), *(["disk"] if tree["memory"]["disk"] else [])]
+    for tier in tiers:
+        memory = {**tree["memory"], "weights": tier}
+        if tier != "device" and memory["activations"] == "keep":
+            continue
+        train = {**tree["train"], "micro_batch": 1}
+        run = validate({**tree, "memory": memory, "train": train}, "the plan")
+        if not lacking(predict(shape, workload(run), machine), {**machine.tiers, **_asked(run, machine)}):
+            return tier
+    return tiers[-1] if tree["memory"]["activations"] != "keep" else "device"
+
+
 def _window(run: RunFile, shape: ModelShape, machine: Machine) -> int:
     """As many buckets of states in host memory as its budget leaves room for."""
-    if not run.memory.disk:
+    if run.memory.states != "disk":
         return WINDOW
     work = replace(workload(run), window=1)
     tier = machine.host_tier
@@ -263,6 +295,15 @@ def _check_tiers(run: RunFile, machine: Machine) -> None:
             f"memory.device={format_size(run.memory.device)} means nothing on {machine.name}, which has no "
             "accelerator: RAM is its only tier, set memory.host"
         )
+
+
+def _check_places(run: RunFile, machine: Machine) -> None:
+    for key in ("weights", "activations"):
+        if machine.unified and getattr(run.memory, key) == "host":
+            raise UserError(
+                f"memory.{key}=host means nothing on {machine.name}, which has no accelerator: RAM is its "
+                f"only memory; leave it out, or set memory.{key}=disk"
+            )
 
 
 def _accelerator() -> tuple[int | None, str]:

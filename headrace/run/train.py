@@ -154,7 +154,8 @@ def _work(session: _Session) -> Path:
 
 
 def _checkpoint_bytes(session: _Session) -> int:
-    shape, disks = session.plan.shape, session.run.memory.disk
+    shape, memory = session.plan.shape, session.run.memory
+    disks = memory.disk if memory.states == "disk" else []
     if session.run.checkpoint.states and disks and links_work(session.directory.path, disks):
         return LITTLE  # the states are linked to, in space that is claimed with them
     if session.run.checkpoint.states:
@@ -181,7 +182,8 @@ def _restore(session: _Session, job: Job) -> None:
     """Put the job where the checkpoint was taken; later checkpoints belong to another future."""
     if session.start is not None:
         _check_data(session.start, job, session.run.checkpoint.accept_changes)
-        check_base(session.start, session.run, job.model, session.run.checkpoint.accept_changes)
+        accept = session.run.checkpoint.accept_changes
+        check_base(session.start, session.run, job.model, accept, job.elsewhere)
         _take_up(session.start, job)
     leave_behind(session.directory.path, session.start)
 
@@ -251,7 +253,7 @@ def _save(session: _Session, job: Job, step: int) -> None:
         "steps": job.steps,
         "length": _length(session.run),
         "data": job.data.fingerprint,
-        "base": base_of(session.run, job.model),
+        "base": base_of(session.run, job.model, job.elsewhere),
         "counts": job.optimizer.counts,
         "skipped": [job.loop.skipped, job.loop.skipped_in_a_row],
         "rng": capture_rng(),
@@ -260,7 +262,7 @@ def _save(session: _Session, job: Job, step: int) -> None:
     tables, beside, linked = state_entries(job.optimizer), None, None
     if not session.run.checkpoint.states:
         tables, state, beside = {}, weights_only(state), weights_writer(job, session.run)
-    elif session.run.memory.disk:
+    elif job.optimizer.on_disk:
         tables, linked = {}, job.optimizer.save_states
     save_checkpoint(
         session.directory.path,
@@ -272,8 +274,8 @@ def _save(session: _Session, job: Job, step: int) -> None:
         beside=beside,
         linked=linked,
     )
-    if on_disk := job.optimizer.on_disk:
-        on_disk.disk.top_up(list_checkpoints(session.directory.path).values())
+    if job.disk:
+        job.disk.top_up(list_checkpoints(session.directory.path).values())
     replace_text(session.directory.trace, trace.dump(job.optimizer.lanes.trace.last_steps()))
 
 
@@ -284,11 +286,12 @@ def _length(run: RunFile) -> dict[str, Any]:
 def _finish(session: _Session, job: Job, outcome: Outcome) -> Path:
     """Write the model, compare the prediction with what was measured, say where things are."""
     ledger = job.optimizer.ledger
-    target, on_disk = session.directory.model, job.optimizer.on_disk
-    speeds = tuple(on_disk.disk.speeds.shares) if on_disk else ()
+    target = session.directory.model
+    speeds = tuple(job.disk.speeds.shares) if job.disk else ()
     job.optimizer.close()
     replacing = partial(record_model, session.directory)
     count = save_trained(target, job, session.run, overwrite=True, before_replacing=replacing)
+    job.resources.close()
     _measure_process(ledger, session.plan)
     predicted = session.plan.predict_on(job.data.train.rows, job.steps, speeds)
     both = {"predicted": predicted.to_json(), "measured": ledger.to_json()}

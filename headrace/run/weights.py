@@ -22,7 +22,7 @@ def save_trained(target: Path, job: Job, run: RunFile, **settings: Any) -> int:
     model, tokenizer = job.model, job.loaded.tokenizer
     if run.model.lora is not None:
         return save_adapter(target, model, tokenizer, **settings)
-    entries = model_entries(model)
+    entries = model_entries(model, pieces=job.elsewhere)
     return save_model(target, entries, model.config, tokenizer, model.generation_config, **settings)
 
 

@@ -5,6 +5,7 @@ output embedding, the layers again. The next ones are fetched while one is used,
 first; so at the turn from forward to backward the last layers are there already.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -102,6 +103,39 @@ class Passage:
     def last(self, trains: bool) -> list[Unit]:
         """The end of a forward."""
         return self._forward[-1:] + (self._backward if trains else [])
+
+    def fetched(self, shelves: Sequence[Shelf], microbatches: int) -> Counter[Unit]:
+        """How often each unit is fetched in a step of training that finds nothing on the shelves."""
+        found: Counter[Unit] = Counter()
+        in_use: list[Unit] = []
+
+        def use(unit: Unit, coming: Sequence[Unit]) -> None:
+            for shelf in shelves:
+                found.update(fetch.unit for fetch in shelf.wanted(coming))
+                if unit in shelf.units:
+                    shelf.use(unit)
+                    in_use.append(unit)
+
+        def release() -> None:
+            while in_use:
+                for shelf in shelves:
+                    shelf.release(in_use[-1])
+                in_use.pop()
+
+        for _ in range(microbatches):
+            for unit in self._forward[:1] if self._forward[0].kind == "e" else ():
+                use(unit, self.first(True))
+                release()
+            for unit in self._at:
+                use(unit, self.layer(unit, True))
+                release()
+            if self._forward[-1].kind == "e":
+                use(self._forward[-1], self.last(True))
+            for unit in self._backward:
+                release()
+                use(unit, self.backward(unit))
+            release()
+        return found
 
     def backward(self, unit: Unit) -> list[Unit]:
         """A layer and what comes after it in a backward."""

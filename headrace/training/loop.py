@@ -17,6 +17,7 @@ from headrace.data.loader import Loader
 from headrace.errors import RunStopped
 from headrace.memory.process import peak_resident_bytes
 from headrace.models.finite import not_finite
+from headrace.models.published import Pieces
 from headrace.optim.config import OptimConfig
 from headrace.optim.offloaded import OffloadedAdamW
 from headrace.schedule.action import Action, Kind
@@ -42,6 +43,7 @@ class Loop:
         train: settings of the loop.
         optim: settings of the learning rate.
         meters: measure what autograd and the loss hold, in the first steps of a session.
+        elsewhere: gives those weights that the model does not hold itself.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Loop:
         train: TrainConfig,
         optim: OptimConfig,
         meters: Meters,
+        elsewhere: Pieces | None = None,
     ) -> None:
         self.skipped = 0
         self.skipped_in_a_row = 0
@@ -66,6 +69,7 @@ class Loop:
         self._train = train
         self._optim = optim
         self._meters = meters
+        self._elsewhere = elsewhere
         self._ledger = optimizer.ledger
         self._measured = 0
 
@@ -92,7 +96,7 @@ class Loop:
             raise RunStopped(
                 f"every step was skipped for a gradient that is not finite, so nothing was trained: {cure}"
             )
-        if self.skipped_in_a_row and (name := not_finite(self._model)):
+        if self.skipped_in_a_row and (name := not_finite(self._model, self._elsewhere)):
             raise RunStopped(f"the last step was skipped and {name} is not finite: {cure}")
 
     def evaluate(self) -> float | None:
@@ -101,7 +105,7 @@ class Loop:
             return None
         self._model.eval()
         scale, chunk = 1.0 / max(1, self._held_out.trained_tokens), self._train.loss_chunk
-        with torch.no_grad():
+        with torch.no_grad(), self._optimizer.lanes.unbooked():
             batches = self._held_out.in_order()
             losses = [forward_loss(self._model, batch, scale, chunk).double() for batch in batches]
         self._model.train()
