@@ -23,7 +23,7 @@ def lanes():
 
 @pytest.fixture
 def pool():
-    return HostPool(Budget("host", 2**30, "memory.host", Ledger()), pin=True)
+    return HostPool(Budget("host", 2**30, Ledger(), "memory.host"), pin=True)
 
 
 def test_buffers_are_pinned_at_their_exact_size_and_given_back(pool):

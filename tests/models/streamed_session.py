@@ -75,6 +75,7 @@ class Session:
         micro_batches=1,
         ahead=1,
         dtype=torch.bfloat16,
+        device=CPU,
         **tiers,
     ):
         self.resources = ExitStack()
@@ -84,10 +85,10 @@ class Session:
             if "disk" in (where, activations)
             else ()
         )
-        self.tiers = Tiers(CPU, self.ledger, disk=disk, workers=1, **tiers)
+        self.tiers = Tiers(device, self.ledger, disk=disk, workers=1, **tiers)
         self.resources.callback(self.tiers.close)
         home = None if where == "device" else lambda model: weight_store(model, self.tiers, where, BUCKET)
-        loaded = load_model(source, dtype, seed=3, home=home)
+        loaded = load_model(source, dtype, device, seed=3, home=home)
         self.model, self.store = loaded.model, loaded.store
         self.streamed = None
         if self.store is not None:
@@ -137,7 +138,7 @@ class Session:
                 vocabulary = self.model.config.get_text_config().vocab_size
                 ids = torch.randint(vocabulary, (ROWS, LENGTH + 1), generator=generator)
                 torch.manual_seed(11)  # of dropout
-                loss = self.loss(ids)
+                loss = self.loss(ids.to(self.tiers.lanes.device))
                 loss.backward()
                 losses.append(loss.item())
             self.optimizer.step()
