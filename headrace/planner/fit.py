@@ -30,6 +30,9 @@ SMALL_CHUNK = 128
 SMALL_BUCKET = 2**20
 """Elements of a bucket where memory is short: 2 MiB of bf16."""
 
+DISK = "runs/disk"
+"""The directory that is proposed where a run file names none."""
+
 SHORTEST = 128
 """Tokens of the shortest context that is proposed."""
 
@@ -123,9 +126,10 @@ def _fixes(shape: ModelShape, verdict: Verdict, work: Workload) -> Iterator[Fix]
         settings = (f"{KNOBS[tier]}={format_size(raised[tier])}" for tier in verdict.short)
         yield Fix(tuple(settings), work, raised, verdict.ledger)
     trial = _Trial(shape, verdict, work)
-    single = [fix for kind in _changes(work) if (fix := next(filter(None, map(trial.fix, kind)), None))]
+    changes = _changes(work, verdict.machine)
+    single = [fix for kind in changes if (fix := next(filter(None, map(trial.fix, kind)), None))]
     yield from single
-    if not single and (fix := trial.together([change for kind in _changes(work) for change in kind])):
+    if not single and (fix := trial.together([change for kind in changes for change in kind])):
         yield fix
 
 
@@ -144,26 +148,55 @@ def _raised_budgets(verdict: Verdict) -> dict[str, int] | None:
 
 @dataclass(frozen=True)
 class _Change:
-    setting: str
+    settings: tuple[str, ...]
     turn: Callable[[Workload], Workload]
 
 
-def _changes(work: Workload) -> list[list[_Change]]:
+def _changes(work: Workload, machine: Machine) -> list[list[_Change]]:
     """Changes by kind, the least harm first; within a kind ever stronger ones, of which the last counts."""
     rows = [n for n in reversed(divisors(work.rows)) if n < work.micro_batch]
     halves = takewhile(lambda context: context >= SHORTEST, (work.context >> n for n in count(1)))
     return [
         _values("train.loss_chunk", [SMALL_CHUNK] if work.loss_chunk > SMALL_CHUNK else [], "loss_chunk"),
         _values("update.bucket", [SMALL_BUCKET] if work.bucket > SMALL_BUCKET else [], "bucket"),
-        [_Change(f"train.micro_batch={n}", partial(Workload.with_micro_batch, rows=n)) for n in rows],
+        [_Change((f"train.micro_batch={n}",), partial(Workload.with_micro_batch, rows=n)) for n in rows],
         _values("memory.activations", ["recompute"] if work.activations == "keep" else [], "activations"),
+        *_moves(work, machine),
         _values("model.dtype", ["bf16"] if work.dtype == "fp32" else [], "dtype"),
         _values("data.context", halves, "context"),
     ]
 
 
+def _moves(work: Workload, machine: Machine) -> list[list[_Change]]:
+    """Other tiers for what can live there: states first, of which there is most."""
+    states = [_move(work, "states", "disk")] if work.states == "host" else []
+    tiers = ["disk"] if machine.unified else ["host", "disk"]
+    weights = [_move(work, "weights", tier) for tier in tiers] if work.weights == "device" else []
+    inputs = [_move(work, "activations", "disk")] if work.activations == "recompute" else []
+    return [states, weights, inputs]
+
+
+def _move(work: Workload, name: str, tier: str) -> _Change:
+    settings = {
+        f"memory.{name}={tier}": True,
+        f"memory.disk=[{{path: {DISK}}}]": tier == "disk" and not work.paths,
+    }
+    # Layers whose weights leave are recomputed.
+    settings["memory.activations=recompute"] = name == "weights" and work.activations == "keep"
+    return _Change(
+        tuple(setting for setting, holds in settings.items() if holds), partial(_moved, name, tier)
+    )
+
+
+def _moved(name: str, tier: str, work: Workload) -> Workload:
+    if name == "weights" and work.activations == "keep":
+        work = replace(work, activations="recompute")
+    paths = work.paths or (1.0,) if tier == "disk" else work.paths
+    return replace(_with(work, name, tier), paths=paths)
+
+
 def _values(key: str, values: Iterable[int | str], name: str) -> list[_Change]:
-    return [_Change(f"{key}={value}", partial(_with, name=name, value=value)) for value in values]
+    return [_Change((f"{key}={value}",), partial(_with, name=name, value=value)) for value in values]
 
 
 def _with(work: Workload, name: str, value: int | str) -> Workload:
@@ -186,7 +219,8 @@ class _Trial:
         ledger = predict(self._shape, work, self._verdict.machine)
         if lacking(ledger, self._verdict.budgets):
             return None
-        return Fix(tuple(change.setting for change in changes), work, self._verdict.budgets, ledger)
+        settings = dict.fromkeys(setting for change in changes for setting in change.settings)
+        return Fix(tuple(settings), work, self._verdict.budgets, ledger)
 
     def together(self, changes: list[_Change]) -> Fix | None:
         """The first of ever more changes that fits, without those that it does not need, worst harm first."""

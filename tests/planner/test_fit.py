@@ -62,8 +62,9 @@ def test_a_budget_is_raised_to_no_more_than_there_is() -> None:
 def test_single_changes_that_suffice_are_offered_the_least_harm_first() -> None:
     verdict = judge(SHAPE, WORK, plain(needs() * 3 // 4))
     keys = [setting.split("=")[0] for setting in settings_of(verdict)]
-    assert keys == ["train.micro_batch", "memory.activations", "model.dtype", "data.context"]
-    assert all(len(fix.settings) == 1 for fix in verdict.fixes)
+    kept = ["train.micro_batch", "memory.activations", "memory.weights", "model.dtype", "data.context"]
+    assert keys == kept
+    assert all(len(fix.settings) == 1 for fix in verdict.fixes if fix.work.paths == ())
 
 
 def test_changes_are_combined_where_none_suffices_and_none_is_made_in_vain() -> None:
@@ -76,7 +77,7 @@ def test_changes_are_combined_where_none_suffices_and_none_is_made_in_vain() -> 
 
 
 def test_a_model_that_is_too_large_is_said_to_be() -> None:
-    verdict = judge(SHAPE, WORK, plain(GIB // 2))
+    verdict = judge(SHAPE, WORK, plain(GIB // 4))
     assert not verdict.fixes
     assert verdict.sentence.endswith("no setting makes it fit; choose a smaller model")
 
@@ -100,6 +101,8 @@ def turned(work: Workload, written: list[str]) -> Workload:
         name = key.split(".")[1]
         if name == "micro_batch":
             work = work.with_micro_batch(int(value))
+        elif name == "disk":
+            work = replace(work, paths=(1.0,))
         elif name != "host":
             work = replace(work, **{name: int(value) if value.isdigit() else value})
     return work
