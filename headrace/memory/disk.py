@@ -108,6 +108,8 @@ class DiskStore:
         self._forms: dict[str, Form] = {}
         self._numbers: dict[str, int] = {}
         self._parts: dict[tuple[str, int], Part] = {}
+        self._rounds: dict[str, tuple[list[float], set[int]]] = {}  # shares of the newest, paths that know it
+        self._rounds_lock = threading.Lock()
         self._reserved = [0] * len(paths)
         self._resources = ExitStack()
         try:
@@ -222,7 +224,7 @@ class DiskStore:
 
     def writing(self, name: str, index: int, tables: Mapping[str, Tensor]) -> Transfer | None:
         """Begin to write a buffer's part on path ``index``; None where the path takes none of it."""
-        part = self._part(name, index)
+        part = self._part(name, index, self._shares_of_round(name, index))
         file = self._file(name, index)
         self._parts.pop((name, index), None)
         if part.low == part.high:
@@ -313,13 +315,22 @@ class DiskStore:
 
     def _share(self, names: Iterable[str], index: int) -> int:
         """Bytes of buffers' files on a path."""
-        parts = (self._part(name, index) for name in names)
+        parts = (self._part(name, index, self.speeds.shares) for name in names)
         return sum(part.file_bytes for part in parts if part.low < part.high)
 
-    def _part(self, name: str, index: int) -> Part:
-        """What path ``index`` takes of a buffer when it is written next."""
+    def _part(self, name: str, index: int, shares: Sequence[float]) -> Part:
+        """What path ``index`` takes of a buffer that is divided by ``shares``."""
         form = self._forms[name]
-        return Part(form, *split(form.numel, self.speeds.shares, self._numbers[name])[index])
+        return Part(form, *split(form.numel, shares, self._numbers[name])[index])
+
+    def _shares_of_round(self, name: str, index: int) -> Sequence[float]:
+        """By what a buffer is divided that path ``index`` now writes: shares may change between two paths."""
+        with self._rounds_lock:
+            shares, paths = self._rounds.get(name, (self.speeds.shares, set()))
+            if index in paths:
+                shares, paths = self.speeds.shares, set()
+            self._rounds[name] = shares, paths | {index}
+            return shares
 
     def _file(self, name: str, index: int) -> Path:
         return self.paths[index].path / f"{self._prefix}{name}{SUFFIX}"
