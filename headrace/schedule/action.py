@@ -1,8 +1,8 @@
 """The one word for a piece of work: it prints, parses, belongs to a lane and waits for others.
 
 ``0F2`` is stage 0, forward, micro-batch 2; ``2F0s3`` adds slice 3; ``0U.b12`` updates bucket 12;
-``0READ.b7@p1`` reads bucket 7 from path 1. The text form follows torch.distributed.pipelining and extends
-it by slice, unit and path.
+``0READ.b7@p1`` reads bucket 7 from path 1, ``0WRITE1.g7@p0`` writes its gradients after micro-batch 1.
+The text form follows torch.distributed.pipelining and extends it by slice, unit and path.
 """
 
 import re
@@ -38,7 +38,8 @@ _LANES = {
 }
 _ON_PATH = (Kind.READ, Kind.WRITE)
 UNITS = {
-    "b": "bucket",  # of gradients and states
+    "b": "bucket",  # of gradients on their way and of states
+    "g": "gradients of bucket",  # where they wait
     "w": "weights of bucket",
     "l": "layer",
     "a": "input of layer",
@@ -65,6 +66,11 @@ class Unit:
 def bucket(index: int) -> Unit:
     """The unit of bucket ``index``."""
     return Unit("b", index)
+
+
+def gradients(index: int) -> Unit:
+    """The unit of the gradients of bucket ``index``, where they wait on the disk."""
+    return Unit("g", index)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ def test_text_round_trip(action):
         ("2F0s3", "compute"),
         ("0U.b12", "cpu"),
         ("0READ.b7@p1", "read:p1"),
+        ("0WRITE1.g7@p0", "write:p0"),
         ("1DOWN0.b3", "d2h"),
     ],
 )
