@@ -3,7 +3,7 @@
 import copy
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from headrace.memory.budget import Budget
 from headrace.memory.disk import DiskPath, disk_paths
 from headrace.memory.tiers import Tiers
 from headrace.memory.weights import WeightStore
+from headrace.optim.arrivals import Arrivals
 from headrace.optim.build import build_engine
 from headrace.optim.checks import (
     check_group,
@@ -29,10 +30,10 @@ from headrace.optim.checks import (
     check_options,
     check_parameters,
     check_still_frozen,
-    dense,
     device_of,
     hypers_of,
 )
+from headrace.optim.groups import parameters_of
 from headrace.optim.lifetime import Lifetime
 from headrace.optim.norm import NO_NORM, Norm
 from headrace.optim.policies.base import Policy
@@ -129,21 +130,20 @@ class OffloadedAdamW(Optimizer):
         super().__init__(params, defaults)
         self._closed_to_groups = True
         check_groups(self.param_groups)
-        check_names([name for name, _, _ in self._all_parameters()])
+        check_names([name for name, _, _ in parameters_of(self.param_groups)])
         self.max_grad_norm = max_grad_norm
         self.release_gradients = release_gradients
         self.micro_batches = micro_batches
         self.norm: Norm = NO_NORM
         self.skipped = 0
-        groups = {name: group for name, _, group in self._all_parameters()}
-        self._named = {name: p for name, p, _ in self._all_parameters() if p.requires_grad}
-        self._frozen = [(name, p) for name, p, _ in self._all_parameters() if not p.requires_grad]
+        groups = {name: group for name, _, group in parameters_of(self.param_groups)}
+        self._named = {name: p for name, p, _ in parameters_of(self.param_groups) if p.requires_grad}
+        self._frozen = [(name, p) for name, p, _ in parameters_of(self.param_groups) if not p.requires_grad]
         streamed = {parameter.name for parameter in weights.layout.parameters} if weights else set()
         check_parameters({name: p for name, p in self._named.items() if name not in streamed})
         self._index = {name: index for index, name in enumerate(self._named)}
         self._policy = policy or Sync()
         self._started = False
-        self._backwards = [0] * len(self._named)
         with ExitStack() as resources:
             if tiers is None:
                 tiers = Tiers(
@@ -169,7 +169,9 @@ class OffloadedAdamW(Optimizer):
                 micro_batches=micro_batches,
                 summed=release_gradients and micro_batches > 1,
             )
-            if release_gradients:
+            released = release_gradients
+            self._arrivals = Arrivals(self._named, self._engine, micro_batches, released=released)
+            if released:
                 self._install_hooks(resources)
             self._lifetime = Lifetime(self, resources.pop_all(), self._engine.lanes)
 
@@ -199,10 +201,10 @@ class OffloadedAdamW(Optimizer):
         hypers = hypers_of(self.param_groups)
         self._engine.weights.check_places()
         self._follow_weights()
-        self._collect()
-        nothing = not any(self._backwards)
+        self._arrivals.collect()
+        nothing = self._arrivals.none
         self.norm = self._engine.step(hypers, self.max_grad_norm)
-        self._backwards = [0] * len(self._named)
+        self._arrivals.clear()
         self.ledger.steps += 1
         if not self.norm.finite:
             self.skipped += 1
@@ -219,7 +221,7 @@ class OffloadedAdamW(Optimizer):
         if self._lifetime.usable:
             if not self._engine.collector.empty:
                 self._engine.discard()
-            self._backwards = [0] * len(self._named)
+            self._arrivals.clear()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only while the optimizer is built: the buckets are cut once."""
@@ -237,7 +239,7 @@ class OffloadedAdamW(Optimizer):
         packed = super().state_dict()
         counts = self.counts
         updated = [name for name, count in counts.items() if count and self._started]
-        positions = {name: position for position, (name, _, _) in enumerate(self._all_parameters())}
+        positions = {name: position for position, (name, _, _) in enumerate(parameters_of(self.param_groups))}
         packed["state"] = HostStates(
             {positions[name]: self._state_of(name, counts[name]) for name in updated}
         )
@@ -255,7 +257,7 @@ class OffloadedAdamW(Optimizer):
         """
         self._lifetime.check_usable("load_state_dict()")
         check_saved(state_dict, self.param_groups)
-        found = entries(state_dict, [name for name, _, _ in self._all_parameters()])
+        found = entries(state_dict, [name for name, _, _ in parameters_of(self.param_groups)])
         found = {name: entry for name, entry in found.items() if name in self._named}
         for name, entry in found.items():
             check_entry(name, entry, self.shape(name), self.tables)
@@ -351,50 +353,16 @@ class OffloadedAdamW(Optimizer):
 
     # -- how it works -------------------------------------------------------------------------------------
 
-    def _all_parameters(self) -> Iterator[tuple[str, Tensor, int]]:
-        """(name, parameter, group) of every parameter, in the order of the param groups."""
-        position = 0
-        for index, group in enumerate(self.param_groups):
-            names = group.get("param_names") or [str(position + i) for i in range(len(group["params"]))]
-            for name, parameter in zip(names, group["params"], strict=True):
-                yield name, parameter, index
-            position += len(group["params"])
-
     def _install_hooks(self, resources: ExitStack) -> None:
         weak = weakref.ref(self)  # a living model must not keep its optimizer
-        for index, (name, parameter) in enumerate(self._named.items()):
-            hook = partial(_on_gradient, weak, index, name)
+        for index, parameter in enumerate(self._named.values()):
+            hook = partial(_on_gradient, weak, index)
             resources.callback(parameter.register_post_accumulate_grad_hook(hook).remove)
 
-    def _arrived(self, index: int, name: str, parameter: Tensor) -> None:
-        """A gradient is complete: hand it on, and free it once it has left the device."""
+    def _arrived(self, index: int) -> None:
         self._lifetime.check_usable("backward()")
-        self._backwards[index] += 1
-        if self._backwards[index] > self.micro_batches:
-            raise UserError(
-                f"backward ran {self._backwards[index]} times before step() for {name}, but micro_batches is "
-                f"{self.micro_batches}: pass OffloadedAdamW(micro_batches={self._backwards[index]}) or more"
-            )
         self._start()
-        gradient = dense(name, parameter)
-        parameter.grad = None
-        self._engine.arrive(index, gradient)
-
-    def _collect(self) -> None:
-        """Take what stands in ``.grad``; released gradients do not, unless they were set by hand."""
-        for index, (name, parameter) in enumerate(self._named.items()):
-            if parameter.grad is None:
-                continue
-            if self.release_gradients and not self._backwards[index]:
-                self._arrived(index, name, parameter)
-            elif not self.release_gradients:
-                self._backwards[index] += 1
-                self._engine.arrive(index, dense(name, parameter))
-            else:
-                raise UserError(
-                    f"{name}.grad was set after backward() had released the gradient: to change gradients "
-                    "before step(), build OffloadedAdamW with release_gradients=False"
-                )
+        self._arrivals.release(index)
 
     def _start(self) -> None:
         """The master weights come from the working weights as late as possible: models load after us."""
@@ -413,6 +381,6 @@ class OffloadedAdamW(Optimizer):
         return {"step": torch.tensor(float(count)), **tables}
 
 
-def _on_gradient(weak: "weakref.ref[OffloadedAdamW]", index: int, name: str, parameter: Tensor) -> None:
+def _on_gradient(weak: "weakref.ref[OffloadedAdamW]", index: int, parameter: Tensor) -> None:
     if (optimizer := weak()) is not None:
-        optimizer._arrived(index, name, parameter)
+        optimizer._arrived(index)
