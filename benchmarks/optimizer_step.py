@@ -28,8 +28,10 @@ from headrace.lanes.workers import Share  # noqa: E402
 from headrace.ledger import Ledger  # noqa: E402
 from headrace.memory.budget import Budget  # noqa: E402
 from headrace.memory.pool import HostPool  # noqa: E402
+from headrace.optim.gradients import RamGradients, kept_dtypes  # noqa: E402
 from headrace.optim.kernel import Hyper, adamw, share  # noqa: E402
 from headrace.optim.offloaded import BUCKET  # noqa: E402
+from headrace.optim.policies.base import Place  # noqa: E402
 from headrace.optim.policies.sync import Sync  # noqa: E402
 from headrace.optim.states import RamStates  # noqa: E402
 from headrace.optim.store import HostStore  # noqa: E402
@@ -105,18 +107,21 @@ def headrace(numel: int, threads: int, coefficient: float) -> Callable[[], None]
     layout = cut([Parameter("weight", numel, 0, "bf16")], BUCKET)
     pool = HostPool(Budget("ram", None, Ledger(), "memory.host"))
     states = RamStates(layout, Sync().tables, pool)
-    store = HostStore(layout, states, pool, capacity=BUCKET, summed=False, landing=False, workers=threads)
+    gradients = RamGradients(layout, kept_dtypes(summed=False), pool)
+    store = HostStore(
+        layout, states, gradients, pool, capacity=BUCKET, summed=False, landing=False, workers=threads
+    )
     lanes = Lanes(torch.device("cpu"), Ledger(), threads)
     steps, hyper = itertools.count(1), Hyper(1e-3, 0.9, 0.999, 1e-8, 1e-2)
     for each in layout.buckets:
-        store.gradients[each.index].normal_()
+        gradients.of(each, None).normal_()
 
     def execute() -> None:
         counts = {0: torch.tensor(float(next(steps)))}
 
         def part(each: Bucket, worker: int) -> None:
             span = share(each.size, worker, threads)
-            adamw(each, store.bucket(each), span, counts, hyper, coefficient, store.chunks[worker])
+            adamw(each, store.bucket(each, Place()), span, counts, hyper, coefficient, store.chunks[worker])
 
         on_the_lane(lanes, *(partial(part, each) for each in layout.buckets))
 

@@ -9,6 +9,7 @@ from headrace.memory.tiers import Tiers
 from headrace.memory.weights import NAMES, WeightStore
 from headrace.optim.checks import check_places
 from headrace.optim.engine import Engine
+from headrace.optim.gradients import DiskGradients, Gradients, RamGradients, kept_dtypes
 from headrace.optim.policies.base import Policy
 from headrace.optim.states import DiskStates, RamStates, States
 from headrace.optim.store import HostStore
@@ -25,6 +26,7 @@ def build_engine(
     *,
     off: WeightStore | None,
     on_disk: bool,
+    gradients_on_disk: bool,
     window: int,
     kept: int,
     bucket: int,
@@ -40,6 +42,7 @@ def build_engine(
         tiers: budgets, pools and lanes; they outlive the engine.
         off: the home of those parameters that are off the device.
         on_disk: whether states live on the disk of the tiers.
+        gradients_on_disk: whether gradients wait there for the update.
         window: buckets of states on the disk that are in host memory at once.
         kept: checkpoints that will hold them beside.
         bucket: elements of the largest bucket.
@@ -52,9 +55,12 @@ def build_engine(
     parameters = [Parameter(name, p.numel(), groups[name], NAMES[p.dtype]) for name, p in named.items()]
     layout = extended(off.layout, parameters, bucket) if off else cut(parameters, bucket)
     check_places(window, kept)
+    states = _states(layout, policy.tables, tiers, on_disk, window, kept)
+    resources.callback(states.close)  # the store closes it too, if there will be one
     store = HostStore(
         layout,
-        _states(layout, policy.tables, tiers, on_disk, window, kept),
+        states,
+        _gradients(layout, tiers, gradients_on_disk, summed),
         tiers.pool,
         capacity=bucket,
         summed=summed,
@@ -74,3 +80,10 @@ def _states(
         return RamStates(layout, tables, tiers.pool)
     assert tiers.disk is not None
     return DiskStates(layout, tables, tiers.pool, tiers.disk, places=window, kept=kept)
+
+
+def _gradients(layout: Layout, tiers: Tiers, on_disk: bool, summed: bool) -> Gradients:
+    if not on_disk:
+        return RamGradients(layout, kept_dtypes(summed), tiers.pool)
+    assert tiers.disk is not None
+    return DiskGradients(layout, kept_dtypes(summed), tiers.pool, tiers.disk)

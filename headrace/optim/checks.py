@@ -57,6 +57,14 @@ def check_options(
         raise UserError(f"ledger={ledger!r} must be a Ledger, or None for a new one")
 
 
+def check_gradients(gradients: Any, on_disk: bool) -> None:
+    """Raise UserError unless gradients can wait there; ``on_disk`` says whether there is a disk."""
+    if gradients not in ("host", "disk"):
+        raise UserError(f"gradients={gradients!r} must be 'host' or 'disk'")
+    if gradients == "disk" and not on_disk:
+        raise UserError("gradients='disk' needs a place: pass disk={\"a directory\": its budget} too")
+
+
 def check_places(window: Any, kept: Any) -> None:
     """Raise UserError for numbers of buckets in memory, and of checkpoints, that cannot be."""
     if not _whole(window) or window < 1:

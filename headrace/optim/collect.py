@@ -1,6 +1,6 @@
 """Gathers the gradients of backward into parcels: one a bucket and micro-batch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -43,7 +43,7 @@ class Parcel:
 @dataclass
 class _Tray:
     waiting: dict[int, Arrived] = field(default_factory=dict)  # of the micro-batch under way
-    microbatch: int = 0
+    parcels: list[frozenset[int]] = field(default_factory=list)  # their parameters, by micro-batch
     seen: set[int] = field(default_factory=set)  # parameters with a gradient in this step
 
 
@@ -79,9 +79,10 @@ class Collector:
             if tray.waiting:
                 yield self._close(index)
 
-    def seen(self, bucket: int) -> set[int]:
-        """Parameters of a bucket that have a gradient in this step."""
-        return self._trays[bucket].seen
+    def seen(self, bucket: int, microbatch: int | None = None) -> Set[int]:
+        """Parameters of a bucket that have a gradient in this step, or in one of its micro-batches."""
+        tray = self._trays[bucket]
+        return tray.seen if microbatch is None else tray.parcels[microbatch]
 
     @property
     def empty(self) -> bool:
@@ -95,9 +96,9 @@ class Collector:
 
     def _close(self, index: int) -> tuple[int, int]:
         tray = self._trays[index]
-        key = (tray.microbatch, index)
+        key = (len(tray.parcels), index)
         self.parcels[key] = Parcel(tray.waiting, frozenset(tray.waiting.keys() - tray.seen))
+        tray.parcels.append(frozenset(tray.waiting))
         tray.seen |= tray.waiting.keys()
         tray.waiting = {}
-        tray.microbatch += 1
         return key

@@ -12,6 +12,7 @@ from torch import Tensor
 from headrace.lanes.lanes import Event, Lanes
 from headrace.memory.budget import Budget
 from headrace.optim.collect import Collector
+from headrace.optim.gradients import DiskGradients
 from headrace.optim.home import leaves_staging, sent_home
 from headrace.optim.kernel import CHUNK, Hyper
 from headrace.optim.norm import NO_NORM, Norm, NormSums
@@ -19,6 +20,7 @@ from headrace.optim.policies.base import Emission, Executor, Policy
 from headrace.optim.states import DiskStates, Tables
 from headrace.optim.store import HostStore
 from headrace.optim.streaming import Streaming
+from headrace.optim.waiting import Waiting
 from headrace.optim.weights import WorkingWeights, changed_elements
 from headrace.optim.work import EXECUTORS
 from headrace.schedule.action import Action, Kind, StepShape
@@ -70,6 +72,9 @@ class Engine:
         if isinstance(store.states, DiskStates):
             self._streaming = Streaming(store.states.window, len(store.states.disk.paths))
             store.states.drain = WeakMethod(self.drain)
+        self._waiting: Waiting | None = None
+        if isinstance(store.gradients, DiskGradients):
+            self._waiting = Waiting(store.gradients.buffers, len(store.gradients.disk.paths))
 
     def arrive(self, parameter: int, gradient: Tensor) -> None:
         """Take a complete gradient of one micro-batch; its bucket leaves when it was the last one missing."""
@@ -107,6 +112,7 @@ class Engine:
         """Forget the gradients that arrived since the last step."""
         self._flush()
         self._end_step(set())
+        self.sums.clear()
 
     def adopt_weights(self, parameters: Container[int] | None = None) -> None:
         """Fill the master weights, of all or of some parameters, from the working weights."""
@@ -183,8 +189,10 @@ class Engine:
             self.lanes.wait(self._in_flight.popleft())
 
     def _send(self, microbatch: int, index: int) -> None:
-        for emission in self._policy.gradient(microbatch, self.store.layout.buckets[index], self._shape):
-            if event := self._emit(emission):
+        emissions = self._policy.gradient(microbatch, self.store.layout.buckets[index], self._shape)
+        for emission in self._arriving(emissions):
+            event = self._emit(emission)
+            if event and emission.action.kind is Kind.DOWN:
                 self._in_flight.append(event)
         while len(self._in_flight) > IN_FLIGHT:
             self.lanes.wait(self._in_flight.popleft())
@@ -195,10 +203,15 @@ class Engine:
         seen = [bucket.index for bucket in buckets if self.collector.seen(bucket.index)]
         return [buckets[index] for index in (self._streaming.ordered(seen) if self._streaming else seen)]
 
+    def _arriving(self, emissions: Sequence[Emission]) -> Iterable[Emission]:
+        return self._waiting.arriving(emissions, self.lanes.step) if self._waiting else emissions
+
     def _streamed(self, emissions: Sequence[Emission]) -> Iterable[Emission]:
+        step = self.lanes.step
         if self.weights.off is not None:
             emissions = list(sent_home(emissions, self.store.layout, self.weights.off))
-        return self._streaming.around(emissions, self.lanes.step) if self._streaming else emissions
+        streamed = self._streaming.around(emissions, step) if self._streaming else emissions
+        return self._waiting.around(streamed, step) if self._waiting else streamed
 
     def _updated(self) -> set[int]:
         return {parameter for bucket in self._active() for parameter in self.collector.seen(bucket.index)}
@@ -245,5 +258,7 @@ class Engine:
             self.counts[parameter] += 1
         if isinstance(self.store.states, DiskStates):
             self.store.states.disk.speeds.follow()
+        if self._waiting:
+            self._waiting.next_step()
         self.collector.next_step()
         self.lanes.step += 1

@@ -5,6 +5,7 @@ parameter and block order. torch's own norm differs by its fp32 rounding, within
 """
 
 import math
+from collections.abc import Set
 from dataclasses import dataclass
 
 import torch
@@ -50,7 +51,7 @@ class NormSums:
         ]
         self._sums: list[dict[int, float]] = [{} for _ in layout.parameters]
 
-    def blocks(self, bucket: int, active: set[int], worker: int, workers: int) -> list[Segment]:
+    def blocks(self, bucket: int, active: Set[int], worker: int, workers: int) -> list[Segment]:
         """A worker's share of the blocks of the active parameters of a bucket."""
         return [b for b in self._blocks[bucket] if b.parameter in active][worker::workers]
 
@@ -62,7 +63,8 @@ class NormSums:
     def finish(self, limit: float) -> Norm:
         """The norm of all that was added, and the clip coefficient for ``limit`` (0: never clip).
 
-        The coefficient is that of ``torch.nn.utils.clip_grad_norm_``: limit / (norm + 1e-6), at most 1.
+        What was added is forgotten then. The coefficient is that of ``torch.nn.utils.clip_grad_norm_``:
+        limit / (norm + 1e-6), at most 1.
         """
         total, offender = 0.0, None
         for name, sums in zip(self._names, self._sums, strict=True):
@@ -70,7 +72,12 @@ class NormSums:
                 total += sums[start]
             if offender is None and not math.isfinite(total):
                 offender = name
-            sums.clear()
+        self.clear()
         value = math.sqrt(total) if total == total else math.nan
         coefficient = min(1.0, limit / (value + 1e-6)) if limit and math.isfinite(value) else 1.0
         return Norm(value, coefficient, offender)
+
+    def clear(self) -> None:
+        """Forget what was added."""
+        for sums in self._sums:
+            sums.clear()

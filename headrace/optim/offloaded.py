@@ -24,6 +24,7 @@ from headrace.memory.weights import WeightStore
 from headrace.optim.arrivals import Arrivals
 from headrace.optim.build import build_engine
 from headrace.optim.checks import (
+    check_gradients,
     check_group,
     check_groups,
     check_names,
@@ -75,6 +76,8 @@ class OffloadedAdamW(Optimizer):
         disk: directory -> budget of it (``{"/nvme/headrace": "120GiB"}``, None for what is free), or paths
             with their speeds: states live there, divided by speed, and in host memory only for their update.
         window: buckets of such states that are in host memory at once.
+        gradients: where they wait for the update: ``"host"``, or ``"disk"``, where only a few buckets of them
+            are in host memory.
         bucket: elements of a bucket, a multiple of 65,536.
         workers: threads of the update; all cores of this process by default.
         ledger: account to book in; a new one by default.
@@ -107,6 +110,7 @@ class OffloadedAdamW(Optimizer):
         host: int | str | None = None,
         disk: Mapping[str, int | str | None] | Sequence[DiskPath] = (),
         window: int = WINDOW,
+        gradients: Literal["host", "disk"] = "host",
         bucket: int = BUCKET,
         workers: int | None = None,
         ledger: Ledger | None = None,
@@ -124,6 +128,7 @@ class OffloadedAdamW(Optimizer):
             workers=workers,
             ledger=ledger,
         )
+        check_gradients(gradients, on_disk=bool(disk) or (tiers is not None and tiers.disk is not None))
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         check_group(defaults)
         self._closed_to_groups = False
@@ -163,6 +168,7 @@ class OffloadedAdamW(Optimizer):
                 resources,
                 off=weights,
                 on_disk=bool(disk) or states == "disk",
+                gradients_on_disk=gradients == "disk",
                 window=window,
                 kept=kept,
                 bucket=bucket,

@@ -5,7 +5,9 @@ from torch import Tensor
 
 from headrace.memory.pool import HostPool
 from headrace.memory.weights import DTYPES, WeightStore
+from headrace.optim.gradients import Gradients
 from headrace.optim.kernel import CHUNK, BucketTensors
+from headrace.optim.policies.base import Place
 from headrace.optim.states import States
 from headrace.schedule.layout import BLOCK, Bucket, Layout
 
@@ -19,6 +21,7 @@ class HostStore:
     Args:
         layout: the buckets.
         states: master weights and moments; they belong to this object from now on.
+        gradients: where they wait for the update; they belong to this object from now on.
         pool: hands out the buffers within the budget.
         capacity: elements of the largest bucket.
         summed: whether gradients of several micro-batches are summed here, in fp32.
@@ -31,6 +34,7 @@ class HostStore:
         self,
         layout: Layout,
         states: States,
+        gradients: Gradients,
         pool: HostPool,
         *,
         capacity: int,
@@ -42,6 +46,7 @@ class HostStore:
         self.layout = layout
         self.off = off
         self.states = states
+        self.gradients = gradients
         self.budget = pool.budget
         self._pool = pool
         self._taken: list[Tensor] = []
@@ -53,16 +58,11 @@ class HostStore:
 
     def _take_all(self, capacity: int, summed: bool, landing: bool, workers: int) -> None:
         layout = self.layout
-        widened = {d: torch.float32 if summed else DTYPES[d] for d in DTYPES}
-        self.gradients = [
-            self._take(b.size, widened[b.dtype], "gradients", f"gradients of bucket {b.index}")
-            for b in layout.buckets
-        ]
         sizes = {d: min(capacity, layout.size_of(d)) for d in sorted({b.dtype for b in layout.buckets})}
         self.staging = {
             d: [self._buffer(n, DTYPES[d], "new weights") for _ in range(STAGING)]
             for d, n in sizes.items()
-            if widened[d] != DTYPES[d]
+            if self.gradients.dtypes[d] != DTYPES[d]
         }
         self.landing = {
             d: self._buffer(n, DTYPES[d], "arriving gradients")
@@ -78,7 +78,7 @@ class HostStore:
             return None
         return bucket.dtype, bucket.index % STAGING
 
-    def staged(self, bucket: Bucket) -> Tensor:
+    def staged(self, bucket: Bucket, place: Place) -> Tensor:
         """The bucket's new weights while they wait for the way back, in the training dtype.
 
         Where gradients have that dtype too they lie in place of the gradients, which are not needed then: so
@@ -87,21 +87,21 @@ class HostStore:
         """
         if (home := self._home(bucket)) is not None:
             return home
-        place = self.staging_of(bucket)
-        if place is None:
-            return self.gradients[bucket.index]
-        dtype, number = place
+        staging = self.staging_of(bucket)
+        if staging is None:
+            return self.gradients.of(bucket, place.gradient)
+        dtype, number = staging
         return self.staging[dtype][number][: bucket.size]
 
-    def bucket(self, bucket: Bucket, place: int | None = None) -> BucketTensors:
-        """What the kernel needs of a bucket, whose states are all there or in a place of the window."""
-        tables = self.states.tables(bucket, place)
+    def bucket(self, bucket: Bucket, place: Place) -> BucketTensors:
+        """What the kernel needs of a bucket, which is all in memory or has a place there."""
+        tables = self.states.tables(bucket, place.states)
         return BucketTensors(
             tables["master"],
             tables["exp_avg"],
             tables["exp_avg_sq"],
-            self.gradients[bucket.index],
-            self.staged(bucket),
+            self.gradients.of(bucket, place.gradient),
+            self.staged(bucket, place),
         )
 
     def close(self) -> None:
@@ -109,7 +109,8 @@ class HostStore:
         while self._taken:
             self._pool.give_back(self._taken.pop())
         self.states.close()
-        self.gradients, self.staging, self.landing = [], {}, {}
+        self.gradients.close()
+        self.staging, self.landing = {}, {}
         self.chunks, self.blocks = [], []
 
     def _home(self, bucket: Bucket) -> Tensor | None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from headrace.optim.policies.base import Emission
+from headrace.optim.policies.base import Emission, Place
 from headrace.schedule.action import Action, Kind, Wait, bucket
 from headrace.schedule.window import Read, Update, Window, Write
 
@@ -60,19 +60,20 @@ class Streaming:
             # The newest bytes of a bucket may themselves be on their way still.
             written = Wait(Action(Kind.WRITE, unit=bucket(move.bucket), path=path), 1)
             action = Action(Kind.READ, unit=bucket(move.bucket), path=path)
-            yield Emission(action, (*after, written), place=move.place)
+            yield Emission(action, (*after, written), place=Place(move.place))
 
     def _updated(self, move: Update, emissions: Sequence[Emission]) -> Iterator[Emission]:
         reads = tuple(
             Wait(Action(Kind.READ, unit=bucket(move.bucket), path=path)) for path in self._paths if move.read
         )
+        place = Place(move.place)
         for emission in emissions:
             first = emission.action.kind is Kind.UPDATE
-            yield replace(emission, after=(*emission.after, *reads), place=move.place) if first else emission
+            yield replace(emission, after=(*emission.after, *reads), place=place) if first else emission
 
     def _write(self, move: Write) -> Iterator[Emission]:
         update = Wait(Action(Kind.UPDATE, unit=bucket(move.bucket)))
         for path in self._paths:
             action = Action(Kind.WRITE, unit=bucket(move.bucket), path=path)
             # Written while the next step's gradients are made; whoever reads the place or the bucket waits.
-            yield Emission(action, (update,), visible=1, place=move.place)
+            yield Emission(action, (update,), visible=1, place=Place(move.place))

@@ -6,7 +6,8 @@ import torch
 
 from headrace.optim import kernel
 from headrace.optim.collect import Parcel
-from headrace.optim.policies.base import Executor
+from headrace.optim.gradients import DiskGradients
+from headrace.optim.policies.base import Executor, Place
 from headrace.optim.states import DiskStates
 from headrace.schedule.action import Action, Kind
 from headrace.schedule.layout import Bucket
@@ -15,12 +16,13 @@ if TYPE_CHECKING:
     from headrace.optim.engine import Engine
 
 
-def down(engine: "Engine", action: Action, place: int | None) -> int:
+def down(engine: "Engine", action: Action, place: Place) -> int:
     """Copy a parcel's gradients into the host bucket, or add them to what is there."""
     assert action.microbatch is not None
     bucket = _bucket(engine, action)
     parcel = engine.collector.parcels.pop((action.microbatch, bucket.index))
-    target, landing = engine.store.gradients[bucket.index], engine.store.landing.get(bucket.dtype)
+    target = engine.store.gradients.of(bucket, place.gradient)
+    landing = engine.store.landing.get(bucket.dtype)
     nbytes = 0
     for s in bucket.segments:
         if (arrived := parcel.arrived.get(s.parameter)) is None:
@@ -46,10 +48,11 @@ def _free(engine: "Engine", parcel: Parcel) -> None:
     engine.device.note("gradients", -sum(arrived.copied() for arrived in parcel.arrived.values()))
 
 
-def norm(engine: "Engine", action: Action, place: int | None) -> int:
-    """Sum the squares of a bucket's gradient."""
+def norm(engine: "Engine", action: Action, place: Place) -> int:
+    """Sum the squares of a bucket's gradient: of what has one in this step, or came with a micro-batch."""
     bucket, workers = _bucket(engine, action), engine.lanes.workers
-    gradient, active = engine.store.gradients[bucket.index], engine.collector.seen(bucket.index)
+    gradient = engine.store.gradients.of(bucket, place.gradient)
+    active = engine.collector.seen(bucket.index, action.microbatch)
 
     def share(worker: int) -> None:
         blocks = engine.sums.blocks(bucket.index, active, worker, workers.count)
@@ -59,13 +62,13 @@ def norm(engine: "Engine", action: Action, place: int | None) -> int:
     return 0
 
 
-def clip(engine: "Engine", action: Action, place: int | None) -> int:
+def clip(engine: "Engine", action: Action, place: Place) -> int:
     """The global norm and the clip coefficient."""
     engine.norm = engine.sums.finish(engine.limit)
     return 0
 
 
-def update(engine: "Engine", action: Action, place: int | None) -> int:
+def update(engine: "Engine", action: Action, place: Place) -> int:
     """AdamW over a bucket; the new weights are staged."""
     bucket, workers = _bucket(engine, action), engine.lanes.workers
     tensors = engine.store.bucket(bucket, place)
@@ -84,10 +87,10 @@ def update(engine: "Engine", action: Action, place: int | None) -> int:
     return 0
 
 
-def up(engine: "Engine", action: Action, place: int | None) -> int:
+def up(engine: "Engine", action: Action, place: Place) -> int:
     """Copy a bucket's staged weights into the working weights."""
     bucket = _bucket(engine, action)
-    staged, seen = engine.store.staged(bucket), engine.collector.seen(bucket.index)
+    staged, seen = engine.store.staged(bucket, place), engine.collector.seen(bucket.index)
     nbytes = 0
     for s in bucket.segments:
         if s.parameter in seen:
@@ -98,30 +101,49 @@ def up(engine: "Engine", action: Action, place: int | None) -> int:
 
 
 def _bucket(engine: "Engine", action: Action) -> Bucket:
-    assert action.unit is not None and action.unit.kind in ("b", "w"), action
+    assert action.unit is not None and action.unit.kind in ("b", "w", "g"), action
     return engine.store.layout.buckets[action.unit.index]
 
 
-def read(engine: "Engine", action: Action, place: int | None) -> int:
-    """Read a bucket's states from a disk path."""
-    states, path = _on_disk(engine, action)
-    return states.read(_bucket(engine, action), path, states.at(place))
+def read(engine: "Engine", action: Action, place: Place) -> int:
+    """Read a bucket's states, or its gradient, from a disk path."""
+    bucket, path = _bucket(engine, action), _path(action)
+    if _kind(action) == "g":
+        return _gradients(engine).read(bucket, path, place.gradient)
+    states = _states(engine)
+    return states.read(bucket, path, states.at(place.states))
 
 
-def write(engine: "Engine", action: Action, place: int | None) -> int:
-    """Write a bucket's states, or its new weights, to a disk path."""
-    assert action.unit is not None
-    if action.unit.kind == "w":
-        assert engine.weights.off is not None and action.path is not None
-        bucket = _bucket(engine, action)
-        return engine.weights.off.put(bucket.index, action.path, engine.store.staged(bucket))
-    states, path = _on_disk(engine, action)
-    return states.write(_bucket(engine, action), path, states.at(place))
+def write(engine: "Engine", action: Action, place: Place) -> int:
+    """Write a bucket's states, its gradient, or its new weights, to a disk path."""
+    bucket, path = _bucket(engine, action), _path(action)
+    if _kind(action) == "w":
+        assert engine.weights.off is not None
+        return engine.weights.off.put(bucket.index, path, engine.store.staged(bucket, place))
+    if _kind(action) == "g":
+        return _gradients(engine).write(bucket, path, place.gradient)
+    states = _states(engine)
+    return states.write(bucket, path, states.at(place.states))
 
 
-def _on_disk(engine: "Engine", action: Action) -> tuple[DiskStates, int]:
-    assert isinstance(engine.store.states, DiskStates) and action.path is not None
-    return engine.store.states, action.path
+def _kind(action: Action) -> str:
+    assert action.unit is not None, action
+    return action.unit.kind
+
+
+def _path(action: Action) -> int:
+    assert action.path is not None, action
+    return action.path
+
+
+def _states(engine: "Engine") -> DiskStates:
+    assert isinstance(engine.store.states, DiskStates)
+    return engine.store.states
+
+
+def _gradients(engine: "Engine") -> DiskGradients:
+    assert isinstance(engine.store.gradients, DiskGradients)
+    return engine.store.gradients
 
 
 EXECUTORS: dict[Kind, Executor] = {

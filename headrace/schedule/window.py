@@ -13,7 +13,7 @@ WINDOW = 4
 """Default buckets of states in host memory where states live on the disk."""
 
 BUFFERS = 3
-"""Host buffers through which gradients pass that wait on the disk: one is read, one worked on, one written."""
+"""Buffers in host memory of gradients that wait on the disk: one is read, one worked on, one written."""
 
 AHEAD = 3
 """Places that are not left filled: for a bucket that is read, one that is updated, one that is written."""

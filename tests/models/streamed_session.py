@@ -76,13 +76,14 @@ class Session:
         ahead=1,
         dtype=torch.bfloat16,
         device=CPU,
+        gradients="host",
         **tiers,
     ):
         self.resources = ExitStack()
         self.ledger = Ledger()
         disk = (
             [DiskPath(tmp / f"p{i}", speed=1.0 + i) for i in range(paths)]
-            if "disk" in (where, activations)
+            if "disk" in (where, activations, gradients)
             else ()
         )
         self.tiers = Tiers(device, self.ledger, disk=disk, workers=1, **tiers)
@@ -116,6 +117,7 @@ class Session:
             tiers=self.tiers,
             states="disk" if where == "disk" else "host",
             weights=self.store,
+            gradients=gradients,
         )
         self.resources.callback(self.optimizer.close)
 

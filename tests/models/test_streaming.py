@@ -41,9 +41,10 @@ def test_training_is_the_same_bit_by_bit(tmp_path, family, where):
     apart=st.booleans(),
     where=st.sampled_from(["host", "disk"]),
     dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+    gradients=st.sampled_from(["host", "disk"]),
 )
 def test_neither_tiers_nor_slots_nor_paths_change_a_bit(
-    tmp_path_factory, paths, micro_batches, ahead, apart, where, dtype
+    tmp_path_factory, paths, micro_batches, ahead, apart, where, dtype, gradients
 ):
     tmp = tmp_path_factory.mktemp("streamed")
     source = saved(tiny_config("llama"), tmp)
@@ -51,8 +52,8 @@ def test_neither_tiers_nor_slots_nor_paths_change_a_bit(
     with Session(source, "device", tmp, **settings_) as plain:
         losses = plain.train(2, micro_batches)
         expected = plain.weights()
-    device = {"accelerator": 2**26} if apart else {}
-    with Session(source, where, tmp, paths=paths, ahead=ahead, **settings_, **device) as session:
+    settings_ |= {"gradients": gradients, **({"accelerator": 2**26} if apart else {})}
+    with Session(source, where, tmp, paths=paths, ahead=ahead, **settings_) as session:
         assert session.train(2, micro_batches) == losses
         assert_equal(session.weights(), expected)
     assert not [path for path in tmp.glob("p*/*") if path.is_file()]

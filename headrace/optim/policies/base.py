@@ -22,9 +22,22 @@ from headrace.schedule.layout import Bucket
 if TYPE_CHECKING:
     from headrace.optim.engine import Engine
 
-Executor = Callable[["Engine", Action, int | None], int]
-"""Does the work of an action on its lane and returns the bytes that it moved. The last argument is the place
-in memory of the bucket's states, None where all are in memory."""
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where in memory a bucket is of which most lies on the disk.
+
+    Attributes:
+        states: its place in the window of states; None where all are in memory.
+        gradient: the buffer that its gradient is in; None where all are in memory.
+    """
+
+    states: int | None = None
+    gradient: int | None = None
+
+
+Executor = Callable[["Engine", Action, Place], int]
+"""Does the work of an action on its lane, with what is in a place, and returns the bytes that it moved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +48,13 @@ class Emission:
         after: what must have ended before it starts.
         visible: how many step boundaries later its result may be seen; 0 is the end of its own step. A run
             waits at that boundary until it has ended, so results do not depend on the machine's speed.
-        place: where the bucket's states are in memory, if most of them are on the disk.
+        place: where the bucket's states and gradient are in memory, if most of them are on the disk.
     """
 
     action: Action
     after: tuple[Wait, ...]
     visible: int = 0
-    place: int | None = None
+    place: Place = Place()
 
 
 class Policy(ABC):
