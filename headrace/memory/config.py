@@ -34,6 +34,11 @@ class MemoryConfig(Config):
         "size: auto is what is free there",
     )
     states: Literal["host", "disk"] = Field("host", description="where master weights and moments live")
+    gradients: Literal["host", "disk", "auto"] = Field(
+        "auto",
+        description="where gradients wait for the update; auto: in RAM if they fit, else on the disk where "
+        "the states are there",
+    )
     activations: Literal["keep", "recompute", "host", "disk"] = Field(
         "recompute",
         description="keep what backward needs, or recompute each layer; host, disk: recompute, and keep the "
@@ -42,7 +47,8 @@ class MemoryConfig(Config):
 
     @model_validator(mode="after")
     def _disk_for_what_lives_there(self) -> "MemoryConfig":
-        living = [name for name in ("states", "weights", "activations") if getattr(self, name) == "disk"]
+        names = ("states", "weights", "gradients", "activations")
+        living = [name for name in names if getattr(self, name) == "disk"]
         if living and not self.disk:
             raise ValueError(
                 f"memory.{living[0]}=disk needs a place: set memory.disk=[{{path: a directory}}]"

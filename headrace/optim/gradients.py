@@ -104,7 +104,7 @@ class DiskGradients(Gradients):
             while len(self._taken) < self.buffers:
                 self._taken.append(pool.take(largest, torch.uint8, "buffers", what))
             for b in layout.buckets:
-                disk.declare(_name(b), Form({TABLE: dtypes[b.dtype]}, b.size))
+                disk.declare(_name(b), Form({TABLE: dtypes[b.dtype]}, b.size), b.index)
             disk.reserve(1, "gradients", "the gradients")
         except BaseException:
             self.close()

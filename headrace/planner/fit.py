@@ -171,9 +171,10 @@ def _moves(work: Workload, machine: Machine) -> list[list[_Change]]:
     """Other tiers for what can live there: states first, of which there is most."""
     states = [_move(work, "states", "disk")] if work.states == "host" else []
     tiers = ["disk"] if machine.unified else ["host", "disk"]
+    gradients = [_move(work, "gradients", "disk")] if work.gradients == "host" else []
     weights = [_move(work, "weights", tier) for tier in tiers] if work.weights == "device" else []
     inputs = [_move(work, "activations", "disk")] if work.activations == "recompute" else []
-    return [states, weights, inputs]
+    return [states, gradients, weights, inputs]
 
 
 def _move(work: Workload, name: str, tier: str) -> _Change:

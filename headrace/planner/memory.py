@@ -24,6 +24,7 @@ from headrace.planner.streamed import (
     resident_numel,
     slot_bytes,
 )
+from headrace.planner.waiting import arriving_numel, passing_bytes, waiting_bytes, waiting_moves
 from headrace.planner.workload import STATE, Workload, kernel_lengths, round_length
 from headrace.schedule.action import Action, Kind
 
@@ -106,7 +107,7 @@ def moments(shape: ModelShape, work: Workload, machine: Machine) -> list[Moment]
         },
         "backward": _backward(shape, work, saved),
         "end of backward": {
-            "gradients": min(shape.trained_numel, shape.largest + work.bucket) * work.element,
+            "gradients": min(shape.trained_numel, shape.largest + arriving_numel(work)) * work.element,
             "logits": _waiting(shape, work),
             "other": transient_bytes(shape, work),
         },
@@ -116,11 +117,11 @@ def moments(shape: ModelShape, work: Workload, machine: Machine) -> list[Moment]
 
 
 def _backward(shape: ModelShape, work: Workload, saved: SavedBytes) -> dict[str, int]:
-    """The worst layer: as backward goes down, activations go and gradients fill a bucket."""
+    """The worst layer: as backward goes down, activations go and gradients fill buckets."""
     apart = shape.vocab * shape.hidden if shape.adapters is None else 0  # the embedding's come last
     layer = (shape.trained_numel - apart) // shape.layers * work.element
     activations = saved.in_backward
-    full = min(shape.trained_numel, work.bucket) * work.element
+    full = min(shape.trained_numel, arriving_numel(work)) * work.element
     gradients = [min(full, layer * (shape.layers - index)) for index in range(shape.layers)]
     worst = max(range(shape.layers), key=lambda index: activations[index] + gradients[index])
     return {
@@ -148,6 +149,7 @@ def _place(
         (machine.host_tier, pool_bytes(shape, work, machine)),
         (machine.host_tier, {"other": base}),
         ("disk", {"states": disk_bytes(shape, work)} if work.states == "disk" else {}),
+        ("disk", {"gradients": waiting_bytes(shape, work)} if work.gradients == "disk" else {}),
         *((tier, {"buffers": n}) for tier, n in buffer_bytes(shape, work, machine).items()),
         *((tier, {"activations": n}) for tier, n in kept_bytes(shape, work).items()),
     ]
@@ -177,10 +179,11 @@ def pool_bytes(shape: ModelShape, work: Workload, machine: Machine) -> dict[str,
     bucket = min(work.bucket, numel) * work.element
     landing = bucket if summed and not machine.unified else 0  # gradients land before they are summed
     staging = work.staging * bucket if summed and work.element < 4 else 0  # else in place of the gradients
+    scratch = work.workers * (KERNEL_SCRATCH + NORM_SCRATCH)
     return {
         "states": window_bytes(shape, work) if work.states == "disk" else STATE * numel,
-        "gradients": (4 if summed else work.element) * numel,
-        "buffers": staging + landing + work.workers * (KERNEL_SCRATCH + NORM_SCRATCH),
+        "gradients": waiting_bytes(shape, work) if work.gradients == "host" else 0,
+        "buffers": staging + landing + passing_bytes(shape, work) + scratch,
     }
 
 
@@ -191,6 +194,8 @@ def link_bytes(shape: ModelShape, work: Workload, machine: Machine) -> dict[Acti
     links = Counter({Action(Kind.DOWN): down, Action(Kind.UP): back * work.element})
     if work.states == "disk":
         links.update(path_bytes(shape, work))
+    for action, nbytes in waiting_moves(shape, work).items():
+        links[action] += nbytes * work.micro_batches
     for action, nbytes in journeys(shape, work, machine):
         links[action] += nbytes
     return dict(links)

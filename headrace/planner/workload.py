@@ -28,6 +28,7 @@ class Workload:
             recompute too, and keep the layers' inputs there.
         weights: where the working weights live.
         states: where master weights and moments live.
+        gradients: where they wait for the update.
         documents: tokens of each document of the heaviest micro-batch, None while the data is not known.
             Attention runs document by document unless each is a whole row.
         loss_chunk: tokens whose logits exist at a time.
@@ -45,6 +46,7 @@ class Workload:
     activations: Literal["keep", "recompute", "host", "disk"] = "recompute"
     weights: Literal["device", "host", "disk"] = "device"
     states: Literal["host", "disk"] = "host"
+    gradients: Literal["host", "disk"] = "host"
     documents: tuple[int, ...] | None = None
     loss_chunk: int = 512
     bucket: int = 2**24

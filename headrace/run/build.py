@@ -204,7 +204,8 @@ def _data(
 def _optimizer(
     run: RunFile, loaded: LoadedModel, micro_batches: int, directory: RunDirectory, tiers: Tiers
 ) -> OffloadedAdamW:
-    optim = run.optim
+    optim, gradients = run.optim, run.memory.gradients
+    assert gradients != "auto", "the plan fills it in"
     return OffloadedAdamW(
         decay_groups(loaded.model, optim.weight_decay),
         lr=optim.lr,
@@ -214,6 +215,7 @@ def _optimizer(
         release_gradients=True,
         micro_batches=micro_batches,
         window=_number(run.update.window),
+        gradients=gradients,
         kept=_kept_on_disk(run, directory),
         bucket=run.update.bucket,
         tiers=tiers,

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from headrace.checkpoint.config import WITHOUT_STATES
 from headrace.config import format_size
@@ -24,6 +24,7 @@ from headrace.planner.fit import KNOBS, Verdict, judge, lacking
 from headrace.planner.memory import link_bytes, predict
 from headrace.planner.report import memory_table
 from headrace.planner.shape import ModelShape
+from headrace.planner.waiting import waiting_moves
 from headrace.planner.workload import Workload, divisors
 from headrace.run.file import RunFile, dump, read_run_file, to_tree, validate
 from headrace.schedule.action import Action
@@ -97,12 +98,16 @@ class Plan:
         total: Counter[Action] = Counter()
         for micro_batches, times in counts.items():
             # States move alike in every step; on average below, for their first and later steps differ.
-            step = replace(work, micro_batches=micro_batches, states="host")
+            # Gradients are sums in a short step too.
+            step = replace(work, micro_batches=micro_batches, states="host", gradients="host")
             for action, nbytes in link_bytes(self.shape, step, self.machine).items():
                 total[action] += times * nbytes
         mean = {action: round(nbytes / steps) for action, nbytes in total.items()}
         for action, nbytes in (path_bytes(self.shape, work, steps) if work.states == "disk" else {}).items():
             mean[action] = mean.get(action, 0) + nbytes
+        sent = sum(micro_batches * times for micro_batches, times in counts.items())
+        for action, nbytes in waiting_moves(self.shape, work).items():
+            mean[action] = mean.get(action, 0) + round(nbytes * sent / steps)
         return mean
 
     def _notes(self) -> Iterator[str]:
@@ -203,6 +208,7 @@ def workload(run: RunFile) -> Workload:
         activations=run.memory.activations,
         weights=run.memory.weights,
         states=run.memory.states,
+        gradients="host" if run.memory.gradients == "auto" else run.memory.gradients,
         loss_chunk=run.train.loss_chunk,
         bucket=run.update.bucket,
         workers=workers,
@@ -222,9 +228,9 @@ def _fill(run: RunFile, shape: ModelShape, machine: Machine) -> RunFile:
         threads[lane] = count.count if threads[lane] == "auto" else threads[lane]
     if memory["weights"] == "auto":
         memory["weights"] = _weights(tree, shape, machine)
-    filled = validate(tree, "the plan")
+    memory["gradients"] = _gradients(validate(tree, "the plan"), shape, machine)
     if train["micro_batch"] == "auto":
-        train["micro_batch"] = _largest_that_fits(filled, shape, machine)
+        train["micro_batch"] = _largest_that_fits(validate(tree, "the plan"), shape, machine)
     if tree["update"]["window"] == "auto":
         tree["update"]["window"] = _window(validate(tree, "the plan"), shape, machine)
     return validate(tree, "the plan")
@@ -239,9 +245,31 @@ def _weights(tree: dict[str, Any], shape: ModelShape, machine: Machine) -> str:
             continue
         train = {**tree["train"], "micro_batch": 1}
         run = validate({**tree, "memory": memory, "train": train}, "the plan")
-        if not lacking(predict(shape, workload(run), machine), {**machine.tiers, **_asked(run, machine)}):
+        work = replace(workload(run), gradients=_gradients(run, shape, machine))
+        if not lacking(predict(shape, work, machine), {**machine.tiers, **_asked(run, machine)}):
             return tier
     return tiers[-1] if tree["memory"]["activations"] != "keep" else "device"
+
+
+def _gradients(run: RunFile, shape: ModelShape, machine: Machine) -> Literal["host", "disk"]:
+    """Host memory for gradients, unless less is lacking with them where the states are, on the disk."""
+    if run.memory.gradients != "auto":
+        return run.memory.gradients
+    if run.memory.states == "disk" and (on_host := _least_lack(run, shape, machine, "host")):
+        return "disk" if _least_lack(run, shape, machine, "disk") < on_host else "host"
+    return "host"
+
+
+def _least_lack(run: RunFile, shape: ModelShape, machine: Machine, gradients: Literal["host", "disk"]) -> int:
+    """Bytes that the tiers lack with the best of the micro-batches that may be chosen; 0 where one fits."""
+    batch, asked = run.train.batch, run.train.micro_batch
+    budgets = {**machine.tiers, **_asked(run, machine)}
+    lacks = []
+    for rows in divisors(batch) if asked == "auto" else [asked]:
+        train = run.train.model_copy(update={"micro_batch": rows})
+        work = replace(workload(run.model_copy(update={"train": train})), gradients=gradients)
+        lacks.append(sum(lacking(predict(shape, work, machine), budgets).values()))
+    return min(lacks)
 
 
 def _window(run: RunFile, shape: ModelShape, machine: Machine) -> int:

@@ -28,13 +28,14 @@ def arrive(weights, values):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("release", [True, False])
-def test_bit_equal_to_torch_on_the_host(dtype, micro_batches, release):
+@pytest.mark.parametrize("gradients_wait", ["host", "disk"])
+def test_bit_equal_to_torch_on_the_host(tmp_path, dtype, micro_batches, release, gradients_wait):
     weights = parameters(dtype)
     masters = [nn.Parameter(weight.detach().cpu().float()) for weight in weights]
     reference = torch.optim.AdamW(masters, lr=1e-2, fused=True)
-    ours = OffloadedAdamW(
-        weights, lr=1e-2, bucket=BLOCK, release_gradients=release, micro_batches=micro_batches
-    )
+    options = {"disk": {str(tmp_path): None}, "gradients": "disk"} if gradients_wait == "disk" else {}
+    options |= {"release_gradients": release, "micro_batches": micro_batches}
+    ours = OffloadedAdamW(weights, lr=1e-2, bucket=BLOCK, **options)
     summed = torch.float32 if release else dtype  # .grad itself accumulates in the weights' dtype
     for step in range(4):
         sums = None

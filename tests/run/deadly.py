@@ -14,7 +14,9 @@ def run(path, overrides=(), phase=None, occurrence=0, delay=0.0):
     from headrace.run import train as train_module
 
     torch.set_num_threads(1)
-    if phase is not None:
+    if phase == "gradients":
+        _tear(occurrence)
+    elif phase is not None:
         _arm(phase, occurrence, delay)
     train_module.train(path, list(overrides))
 
@@ -43,3 +45,21 @@ def _arm(phase, occurrence, delay):
         return original(*args, **kwargs)
 
     setattr(owner, name, wrapped)
+
+
+def _tear(occurrence):
+    """Kill in the n-th write of gradients, after half of its block."""
+    from headrace.memory.blocks import ALIGN, Block, BlockFile
+
+    original, calls = BlockFile.write, []
+
+    def wrapped(file, block):
+        if "gradients-" in file.path.name:
+            calls.append(None)
+            if len(calls) == occurrence + 1:
+                half = max(ALIGN, block.memory.nbytes // 2 // ALIGN * ALIGN)
+                original(file, Block(block.memory[:half], block.offset))
+                os.kill(os.getpid(), signal.SIGKILL)
+        return original(file, block)
+
+    BlockFile.write = wrapped
