@@ -256,8 +256,9 @@ class Engine:
         self._events = {key: event for key, event in self._events.items() if not event.done or key[0] >= step}
         for parameter in updated:
             self.counts[parameter] += 1
-        if isinstance(self.store.states, DiskStates):
-            self.store.states.disk.speeds.follow()
+        parts = (self.store.states, self.store.gradients)
+        if disk := next((p.disk for p in parts if isinstance(p, DiskStates | DiskGradients)), None):
+            disk.speeds.follow()
         if self._waiting:
             self._waiting.next_step()
         self.collector.next_step()

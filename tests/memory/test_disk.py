@@ -112,23 +112,6 @@ def test_what_was_written_is_read_while_speeds_change(tmp_path_factory, numel, t
     assert [file for path in home.iterdir() for file in path.iterdir() if "safetensors" in file.name] == []
 
 
-@given(st.permutations(range(3)), st.integers(0, 3))
-def test_all_paths_write_a_buffer_by_the_same_shares(tmp_path_factory, order, changed):
-    """Shares may change while a bucket is on its way to some of the paths."""
-    home, form = tmp_path_factory.mktemp("disk"), Form(MIXED, 9 * UNIT + 5)
-    store = store_on(*(home / str(number) for number in range(3)))
-    store.declare("b0", form)
-    for seed, shares in enumerate([[0.1, 0.2, 0.7], [0.7, 0.2, 0.1]]):
-        held, back = memory(form, seed), memory(form)
-        for number, index in enumerate(order):
-            if number == changed:
-                store.speeds.shares = shares
-            store.write("b0", index, held)
-        read(store, "b0", back)
-        assert same(held, back)
-    store.close()
-
-
 def test_several_blocks_and_the_format(tmp_path):
     """More than a block a table; each file is one that the safetensors library reads."""
     form = Form(STATES, BLOCK // 4 * 2 + 7, {"segments": "[]"})

@@ -95,5 +95,7 @@ def test_the_disk_is_proposed_where_it_helps():
     settings = [fix.settings for fix in judge(shape, work, PLAIN, {"ram": (host + disk) // 2}).fixes]
     assert ("memory.gradients=disk",) in settings
     in_memory = replace(work, states="host", paths=())
-    settings = [fix.settings for fix in judge(shape, in_memory, PLAIN, {"ram": disk}).fixes]
-    assert not any("memory.gradients=disk" in found for found in settings)
+    fixes = judge(shape, in_memory, PLAIN, {"ram": predict(shape, in_memory, PLAIN).total("ram") - 1}).fixes
+    (fix,) = (fix for fix in fixes if fix.settings[0] == "memory.gradients=disk")
+    assert fix.settings[1].startswith("memory.disk=")
+    assert fix.ledger.peaks["disk"].keys() == {"gradients"}
