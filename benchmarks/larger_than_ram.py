@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import shutil
-import socket
 import sys
 import tempfile
 import threading
@@ -37,12 +36,10 @@ PROCESS = GIB // 2
 """What Python, torch and the allocator may take beside the budget. They are part of the prediction, so the
 peak should keep the budget itself; this is the bound of the check."""
 
-LR = 1e-4
-
 
 @dataclass(frozen=True)
 class Case:
-    """A model and a step of one micro-batch of one row."""
+    """A model and a step of one micro-batch."""
 
     layers: int
     hidden: int
@@ -51,8 +48,15 @@ class Case:
     kv_heads: int
     vocab: int
     context: int
+    rows: int
     host: str
+    activations: str
     steps: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.rows * self.context
 
     def config(self, layers: int | None = None) -> dict[str, Any]:
         """The model's config.json."""
@@ -71,8 +75,8 @@ class Case:
         }
 
 
-LARGE = Case(22, 2048, 5632, 32, 4, 32000, 3072, "3GiB", 4)
-SMALL = Case(12, 768, 2048, 12, 4, 32000, 1024, "1400MiB", 8)
+LARGE = Case(22, 2048, 5632, 32, 4, 32000, 2048, 3, "3GiB", "disk", 4)
+SMALL = Case(12, 768, 2048, 12, 4, 32000, 1024, 1, "1GiB", "recompute", 8)
 
 
 # -- ours ------------------------------------------------------------------------------------------------
@@ -101,12 +105,13 @@ def write_run(case: Case, home: Path) -> Path:
     run = {
         "model": {"path": str(home / "model" / "config.json"), "dtype": "bf16"},
         "data": {"train": str(home / "text.txt"), "context": case.context},
-        "train": {"steps": case.steps, "batch": 1, "micro_batch": 1},
-        "optim": {"lr": LR, "schedule": "constant", "warmup": 0},
+        "train": {"steps": case.steps, "batch": case.rows, "micro_batch": case.rows},
+        "optim": {"lr": 1e-4, "schedule": "constant", "warmup": 0},
         "memory": {
             "host": case.host,
             "states": "disk",
             "weights": "disk",
+            "activations": case.activations,
             "disk": [{"path": str(home / "disk")}],
         },
         "checkpoint": {"every": 0, "keep": 1, "states": False},
@@ -172,13 +177,14 @@ def _step_seconds(case: Case, layers: int) -> float:
     ).train()
     attach(model)
     recompute_layers(model)
-    ids_BL = torch.randint(0, 2000, (1, case.context))
-    positions_BL = torch.arange(case.context)[None]
-    batch = MicroBatch(ids_BL, ids_BL.clone(), positions_BL, ((0, 0, case.context),), case.context)
+    ids_BL = torch.randint(0, 2000, (case.rows, case.context))
+    positions_BL = torch.arange(case.context).repeat(case.rows, 1)
+    documents = tuple((row, 0, case.context) for row in range(case.rows))
+    batch = MicroBatch(ids_BL, ids_BL.clone(), positions_BL, documents, case.tokens)
     seconds = []
     for _ in range(4):
         start = time.perf_counter()
-        forward_loss(model, batch, 1 / case.context, 512).backward()
+        forward_loss(model, batch, 1 / case.tokens, 512).backward()
         seconds.append(time.perf_counter() - start)
         for parameter in model.parameters():
             parameter.grad = None
@@ -187,7 +193,7 @@ def _step_seconds(case: Case, layers: int) -> float:
 
 def disk_floor(home: Path, read: int, written: int) -> tuple[float, dict[str, float]]:
     """Least seconds in which a disk moves these bytes: one direction after the other, or both at once."""
-    alone = {"read": _speed(home, "read"), "write": _speed(home, "write")}
+    alone = {"write": _speed(home, "write"), "read": _speed(home, "read")}
     found: dict[str, float] = {}
 
     def at_once(direction: str) -> None:
@@ -243,7 +249,7 @@ def _speed(home: Path, direction: str) -> float:
 def deepspeed(case: Case, home: Path) -> Result | None:
     """Train with DeepSpeed ZeRO-3, parameters and optimizer on NVMe; None where it cannot run."""
     home.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "benchmarks.larger_than_ram", "--peer", str(home)]
+    command = [sys.executable, "-m", "benchmarks.nvme_peer", str(home), str(case.context), str(case.steps)]
     seen = watch(command, {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(torch.get_num_threads())})
     steps = [json.loads(line.removeprefix("STEP ")) for _, line in seen.lines if line.startswith("STEP ")]
     if seen.code or len(steps) != case.steps:
@@ -253,76 +259,6 @@ def deepspeed(case: Case, home: Path) -> Result | None:
     written = (steps[-1]["written"] - steps[0]["written"]) / (len(steps) - 1)
     seconds = median(step["seconds"] for step in steps[1:])
     return Result(seconds, [step["loss"] for step in steps], seen.peak, written)
-
-
-def run_peer(case: Case, home: Path) -> None:
-    """The peer's own process: prints a line a step."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    os.environ.update(one, MASTER_PORT=str(port), DS_ACCELERATOR="cpu")
-    import deepspeed as library
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    library.init_distributed(dist_backend="gloo")
-    settings = peer_settings(home)
-    config = AutoConfig.for_model(**case.config())
-    torch.manual_seed(0)
-    # Its zero.Init, which would build the model in parts, fails with torch 2.13 (a signature mismatch).
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.train()
-    engine, *_ = library.initialize(model=model, model_parameters=model.parameters(), config=settings)
-    tokenizer = AutoTokenizer.from_pretrained(home.parent / "model")
-    ids = torch.tensor(tokenizer((home.parent / "text.txt").read_text())["input_ids"])
-    for index in range(case.steps):
-        row = ids[index * case.context :][: case.context][None]
-        start = time.perf_counter()
-        loss = engine(input_ids=row, labels=row, use_cache=False).loss
-        engine.backward(loss)
-        engine.step()
-        seconds = time.perf_counter() - start
-        with open("/proc/self/io", encoding="ascii") as io:
-            written = next(int(line.split()[1]) for line in io if line.startswith("write_bytes:"))
-        print("STEP", json.dumps({"seconds": seconds, "loss": loss.item(), "written": written}), flush=True)
-
-
-def peer_settings(home: Path) -> dict[str, Any]:
-    """The leanest that runs: everything on NVMe, small sub-groups, few buffers."""
-    path = str(home / "nvme")
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": 1.0,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": LR, "torch_adam": False}},
-        "zero_optimization": {
-            "stage": 3,
-            "sub_group_size": 16_000_000,
-            "stage3_prefetch_bucket_size": 10_000_000,
-            "stage3_max_live_parameters": 30_000_000,
-            "stage3_max_reuse_distance": 30_000_000,
-            "reduce_bucket_size": 10_000_000,
-            "offload_optimizer": {
-                "device": "nvme",
-                "nvme_path": path,
-                "pin_memory": False,
-                "buffer_count": 4,
-                "pipeline_read": False,
-                "pipeline_write": False,
-            },
-            "offload_param": {
-                "device": "nvme",
-                "nvme_path": path,
-                "pin_memory": False,
-                "buffer_count": 5,
-                "buffer_size": 26_000_000,
-                "max_in_cpu": 0,
-            },
-        },
-        "aio": {"block_size": 1048576, "queue_depth": 16, "intra_op_parallelism": 2, "overlap_events": True},
-    }
 
 
 # -- all of it -------------------------------------------------------------------------------------------
@@ -342,7 +278,7 @@ def large(home: Path) -> tuple[dict[str, float], list[Check]]:
     floor = max(alone, moving)
     share, limit = floor / result.seconds, 3 * GIB + PROCESS
     print(
-        f"1.1 B parameters, {case.context:,} tokens a step: {result.seconds:.1f} s, floor {floor:.1f} s "
+        f"1.1 B parameters, {case.tokens:,} tokens a step: {result.seconds:.1f} s, floor {floor:.1f} s "
         f"(compute {alone:.1f}, disk {moving:.1f}), peak RSS {result.peak / GIB:.2f} GiB, "
         f"loss {result.losses[0]:.3f} -> {result.losses[-1]:.3f}"
     )
@@ -377,7 +313,7 @@ def beside(home: Path, rounds: int) -> tuple[dict[str, float], list[Check]]:
     figures: dict[str, float] = {}
     for name, results in found.items():
         if results:
-            speed = SMALL.context / median(result.seconds for result in results)
+            speed = SMALL.tokens / median(result.seconds for result in results)
             peak, written = (median(getattr(r, key) for r in results) for key in ("peak", "written"))
             figures |= {f"{name}: tokens/s": speed, f"{name}: peak RSS bytes": peak}
             figures[f"{name}: bytes written a step"] = written
@@ -407,11 +343,7 @@ def main() -> None:
     arguments.add_argument(
         "--home", type=Path, help="a directory on the disk to measure; temporary by default"
     )
-    arguments.add_argument("--peer", type=Path, help=argparse.SUPPRESS)
     given = arguments.parse_args()
-    if given.peer:
-        run_peer(SMALL, given.peer)
-        return
     figures: dict[str, float] = {}
     checks: list[Check] = []
     with tempfile.TemporaryDirectory(dir=given.home) as directory:

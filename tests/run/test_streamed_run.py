@@ -121,7 +121,7 @@ def test_compiled_layers_stay(write_run, larger, tmp_path):
 def test_auto_takes_the_fastest_tier_that_fits(write_run, larger, tmp_path):
     config = json.loads(Path(larger).read_text()) | {"num_hidden_layers": 8}
     Path(larger).write_text(json.dumps(config))
-    values = off_device(tmp_path, "a", weights="auto")
+    values = off_device(tmp_path, "a", weights="auto", gradients="host")
     run = write_run("auto", model__path=larger, **values)
     assert plan(run).run.memory.weights == "device"
     need = plan(run, ["memory.weights=disk"]).predicted.total("ram")
