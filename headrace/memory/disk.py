@@ -10,7 +10,6 @@ import shutil
 import threading
 import time
 import warnings
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -24,10 +23,10 @@ from headrace.lanes.workers import Workers
 from headrace.machine.paths import split
 from headrace.memory.blocks import GO_ON, BlockFile, Watch, allocate
 from headrace.memory.budget import Budget
-from headrace.memory.disk_speed import measure
+from headrace.memory.disk_speed import turn_speed
 from headrace.memory.durable import DISK_FULL
 from headrace.memory.links import link_or_copy
-from headrace.memory.lock import DirectoryLock
+from headrace.memory.lock import DirectoryLock, Turn
 from headrace.memory.parts import Form, Part, read_part
 from headrace.memory.speeds import PathSpeeds
 from headrace.memory.transfer import Transfer
@@ -67,18 +66,6 @@ def disk_paths(given: Mapping[str, int | str | None] | Sequence[DiskPath]) -> li
     return [DiskPath(Path(p), None if size is None else parse_size(size)) for p, size in given.items()]
 
 
-def device_of(path: Path) -> int:
-    """The file system of a path, or of the nearest parent that exists: links work within one."""
-    places = (path.absolute(), *path.absolute().parents)
-    return next(place for place in places if place.exists()).stat().st_dev
-
-
-def _speed(path: Path) -> float:
-    """Bytes a second at which a path reads and writes in turn: every byte is read once and written once."""
-    found = measure(path)
-    return 1 / (1 / found.read + 1 / found.write) if found else 1.0
-
-
 class DiskStore:
     """Buffers of one rank on disk paths, within their budgets.
 
@@ -87,13 +74,21 @@ class DiskStore:
         budget: of the disk tier, where their bytes are booked.
         rank: number of this process among those that share the paths; a part of the files' names.
         watch: finds reads and writes that never end.
+        shared: whether other ranks use the paths too: then one of them at a time moves bytes of one path in
+            one direction (Maurya et al. 2025, MLP-Offload, node-level exclusive access).
 
     Raises:
         UserError: a path that is missing and cannot be made, cannot be written to, or is another run's.
     """
 
     def __init__(
-        self, paths: Sequence[DiskPath], budget: Budget, rank: int = 0, watch: Watch | None = None
+        self,
+        paths: Sequence[DiskPath],
+        budget: Budget,
+        rank: int = 0,
+        watch: Watch | None = None,
+        *,
+        shared: bool = False,
     ) -> None:
         assert paths
         self.paths = [replace(path, path=path.path.expanduser().absolute()) for path in paths]
@@ -103,7 +98,11 @@ class DiskStore:
         self._booked: list[tuple[str, int]] = []
         self._new: list[str] = []  # declared, but without claimed space
         self._teams: dict[tuple[str, int], Workers] = {}
-        self._turns: defaultdict[tuple[str, int], threading.Lock] = defaultdict(threading.Lock)
+        self._turns = {
+            (way, index): Turn(path.path / f".headrace-turn-{way}" if shared else None)
+            for index, path in enumerate(self.paths)
+            for way in ("read", "write")
+        }
         self._prefix = f"headrace-r{rank}-"
         self._forms: dict[str, Form] = {}
         self._numbers: dict[str, int] = {}
@@ -118,7 +117,7 @@ class DiskStore:
                 self._check_writable(path.path)
                 self._clean(path.path)
             if len(paths) > 1:
-                start = [path.speed or _speed(path.path) for path in self.paths]
+                start = [path.speed or turn_speed(path.path) for path in self.paths]
                 self.speeds = PathSpeeds([path.path for path in self.paths], start)
         except BaseException:
             self._resources.close()
@@ -295,6 +294,8 @@ class DiskStore:
             if not self.watch.hangs:
                 team.close()
         self._teams.clear()
+        for turn in self._turns.values():
+            turn.close()
         for path in self.paths:
             self._clean(path.path)
         while self._booked:

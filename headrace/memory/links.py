@@ -9,6 +9,12 @@ from headrace.errors import reason
 from headrace.memory.durable import sync_directory
 
 
+def device_of(path: Path) -> int:
+    """The file system of a path, or of the nearest parent that exists: links work within one."""
+    places = (path.absolute(), *path.absolute().parents)
+    return next(place for place in places if place.exists()).stat().st_dev
+
+
 def link_or_copy(source: Path, target: Path) -> Path:
     """Give a file a second name, durably; a copy where there are no links, said once. Returns the name."""
     try:

@@ -1,8 +1,9 @@
-"""One run at a time in a directory."""
+"""One run at a time in a directory, and one rank at a time on a path."""
 
 import errno
 import os
 import socket
+import threading
 import warnings
 from contextlib import suppress
 from os.path import samestat
@@ -19,6 +20,42 @@ except ImportError:  # Windows
 _TAKEN = (errno.EACCES, errno.EAGAIN)
 # A process may lock a file twice, and closing it once drops both: so what this process holds is kept here.
 _held: set[Path] = set()
+
+
+class Turn:
+    """Context manager of one thread at a time, and with a path of one process at a time.
+
+    The system gives the turn to another one when a process dies. Where it knows no such locks, processes do
+    not wait for each other: turns are for speed alone.
+
+    Args:
+        path: a file that all processes open; None for threads alone.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._thread = threading.Lock()
+        self._file: int | None = None
+
+    def __enter__(self) -> Self:
+        self._thread.acquire()
+        if self._path is not None and fcntl is not None:
+            if self._file is None:
+                self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+        self._thread.release()
+
+    def close(self) -> None:
+        """Let go of the file, and remove it: whoever still has it open goes on with it."""
+        if self._file is not None and self._path is not None:
+            os.close(self._file)
+            self._path.unlink(missing_ok=True)
+            self._file = None
 
 
 class DirectoryLock:

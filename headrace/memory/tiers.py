@@ -55,6 +55,8 @@ class Tiers:
         disk: paths of the disk tier; none for no such tier.
         workers: threads of the ``cpu`` lane.
         links: bytes a second to which the lanes ``d2h`` and ``h2d`` are held, of a link to try plans with.
+        rank: of this process among the ``ranks`` that share the paths of the disk.
+        ranks: how many do.
 
     Attributes:
         host: budget of the tier that holds states.
@@ -79,6 +81,8 @@ class Tiers:
         disk: Sequence[DiskPath] = (),
         workers: int = 1,
         links: Mapping[str, float] | None = None,
+        rank: int = 0,
+        ranks: int = 1,
     ) -> None:
         on_cpu = device.type == "cpu"
         self.apart = not on_cpu or accelerator is not None
@@ -93,7 +97,7 @@ class Tiers:
         self.disk: DiskStore | None = None
         with ExitStack() as resources:
             if disk:
-                self.disk = DiskStore(disk, _disk_budget(disk, ledger))
+                self.disk = DiskStore(disk, _disk_budget(disk, ledger), rank, shared=ranks > 1)
                 resources.callback(self.disk.close)
             self.lanes = Lanes(device, ledger, workers, links)
             resources.callback(self.lanes.close)

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from headrace.memory.tiers import Tiers
 from headrace.memory.weights import NAMES, WeightStore
@@ -11,6 +12,7 @@ from headrace.optim.checks import check_places
 from headrace.optim.engine import Engine
 from headrace.optim.gradients import DiskGradients, Gradients, RamGradients, kept_dtypes
 from headrace.optim.policies.base import Policy
+from headrace.optim.ranks import Ranks
 from headrace.optim.states import DiskStates, RamStates, States
 from headrace.optim.store import HostStore
 from headrace.optim.weights import WorkingWeights
@@ -32,6 +34,7 @@ def build_engine(
     bucket: int,
     micro_batches: int,
     summed: bool,
+    group: ProcessGroup | None = None,
 ) -> Engine:
     """An engine with its buffers, whose ends are entered into ``resources``.
 
@@ -48,6 +51,7 @@ def build_engine(
         bucket: elements of the largest bucket.
         micro_batches: backward passes of a step.
         summed: whether their gradients are summed on the host.
+        group: ranks that share the buckets; None for one alone.
 
     Raises:
         UserError: a budget too small.
@@ -55,7 +59,10 @@ def build_engine(
     parameters = [Parameter(name, p.numel(), groups[name], NAMES[p.dtype]) for name, p in named.items()]
     layout = extended(off.layout, parameters, bucket) if off else cut(parameters, bucket)
     check_places(window, kept)
-    states = _states(layout, policy.tables, tiers, on_disk, window, kept)
+    ranks = None if group is None else Ranks(layout, group)
+    layout = layout if ranks is None else ranks.own
+    rank = None if ranks is None else ranks.rank
+    states = _states(layout, policy.tables, tiers, on_disk, window, kept, rank)
     resources.callback(states.close)  # the store closes it too, if there will be one
     store = HostStore(
         layout,
@@ -70,16 +77,22 @@ def build_engine(
     )
     resources.callback(store.close)
     weights = WorkingWeights(named, off)
-    return Engine(weights, store, policy, tiers.lanes, tiers.device_budget, micro_batches)
+    return Engine(weights, store, policy, tiers.lanes, tiers.device_budget, micro_batches, ranks)
 
 
 def _states(
-    layout: Layout, tables: Sequence[str], tiers: Tiers, on_disk: bool, window: int, kept: int
+    layout: Layout,
+    tables: Sequence[str],
+    tiers: Tiers,
+    on_disk: bool,
+    window: int,
+    kept: int,
+    rank: int | None,
 ) -> States:
     if not on_disk:
         return RamStates(layout, tables, tiers.pool)
     assert tiers.disk is not None
-    return DiskStates(layout, tables, tiers.pool, tiers.disk, places=window, kept=kept)
+    return DiskStates(layout, tables, tiers.pool, tiers.disk, places=window, kept=kept, rank=rank)
 
 
 def _gradients(layout: Layout, tiers: Tiers, on_disk: bool, summed: bool) -> Gradients:

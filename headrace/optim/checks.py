@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn.parameter import is_lazy
 
 from headrace.errors import UserError
@@ -63,6 +64,14 @@ def check_gradients(gradients: Any, on_disk: bool) -> None:
         raise UserError(f"gradients={gradients!r} must be 'host' or 'disk'")
     if gradients == "disk" and not on_disk:
         raise UserError("gradients='disk' needs a place: pass disk={\"a directory\": its budget} too")
+
+
+def check_ranks(group: Any, weights: Any) -> None:
+    """Raise UserError for a group that is none, or that shares what it cannot."""
+    if group is not None and not isinstance(group, ProcessGroup):
+        raise UserError(f"group={group!r} must be a process group of torch.distributed, or None")
+    if group is not None and weights is not None:
+        raise UserError("group= and weights= do not go together yet: keep the weights on the device")
 
 
 def check_places(window: Any, kept: Any) -> None:

@@ -52,6 +52,9 @@ class Collector:
 
     A bucket's parcel is complete when all its parameters have arrived, or when one of them arrives again,
     which means that the next micro-batch has begun; :meth:`flush` completes the rest.
+
+    Attributes:
+        arrived: parameters with a gradient in this step, in these buckets or not.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -59,9 +62,11 @@ class Collector:
         self._sizes = [len(bucket.segments) for bucket in layout.buckets]
         self._trays = [_Tray() for _ in layout.buckets]
         self.parcels: dict[tuple[int, int], Parcel] = {}
+        self.arrived: set[int] = set()
 
     def arrive(self, parameter: int, gradient: Tensor) -> tuple[Arrived, list[tuple[int, int]]]:
         """Take a gradient; returns it and the (micro-batch, bucket) of every parcel that became complete."""
+        self.arrived.add(parameter)
         arrived = Arrived(gradient, len(self._homes[parameter]))
         complete = []
         for index in self._homes[parameter]:
@@ -87,12 +92,13 @@ class Collector:
     @property
     def empty(self) -> bool:
         """Whether nothing has arrived in this step."""
-        return not any(tray.seen or tray.waiting for tray in self._trays)
+        return not self.arrived
 
     def next_step(self) -> None:
         """Forget the step; its parcels must have been taken."""
         assert not self.parcels, list(self.parcels)
         self._trays = [_Tray() for _ in self._trays]
+        self.arrived.clear()
 
     def _close(self, index: int) -> tuple[int, int]:
         tray = self._trays[index]

@@ -17,6 +17,7 @@ from headrace.optim.home import leaves_staging, sent_home
 from headrace.optim.kernel import CHUNK, Hyper
 from headrace.optim.norm import NO_NORM, Norm, NormSums
 from headrace.optim.policies.base import Emission, Executor, Policy
+from headrace.optim.ranks import Ranks
 from headrace.optim.states import DiskStates, Tables
 from headrace.optim.store import HostStore
 from headrace.optim.streaming import Streaming
@@ -40,6 +41,7 @@ class Engine:
         lanes: executes them.
         device: budget in which autograd's gradients are booked.
         microbatches: micro-batches of a step.
+        ranks: those that share the work, of which the layout has this one's buckets; None for one alone.
     """
 
     def __init__(
@@ -50,8 +52,10 @@ class Engine:
         lanes: Lanes,
         device: Budget,
         microbatches: int,
+        ranks: Ranks | None = None,
     ) -> None:
         self.weights = weights
+        self.ranks = ranks
         self.store = store
         self.lanes = lanes
         self.device = device
@@ -82,6 +86,8 @@ class Engine:
             for emission in self._streaming.ahead(len(self.store.layout.buckets), self.lanes.step):
                 self._emit(emission)
         arrived, complete = self.collector.arrive(parameter, gradient)
+        if not self.store.layout.places(parameter):
+            return  # other ranks update all of it
         self.device.note("gradients", arrived.nbytes)
         for microbatch, index in complete:
             self._send(microbatch, index)
@@ -97,6 +103,8 @@ class Engine:
             The global norm and what followed from it; nothing was updated if it is not finite.
         """
         self._flush()
+        if self.ranks is not None:
+            self.ranks.check_same([index in self.collector.arrived for index in range(self.weights.count)])
         self.hypers, self.limit, self.norm = hypers, limit, NO_NORM
         if self.weights.off is not None:
             self.weights.off.withdraw()
@@ -104,7 +112,9 @@ class Engine:
             self._emit(emission)
             if not self.norm.finite:
                 break
-        self._end_step(self._updated() if self.norm.finite else set())
+        self._end_step(set(self.collector.arrived) if self.norm.finite else set())
+        if self.ranks is not None and self.norm.finite:
+            self.ranks.share_weights(self.weights)
         self.weights.remember()
         return self.norm
 
@@ -153,6 +163,8 @@ class Engine:
             with self.weights.visited(bucket, write=True) as weights:
                 for s, weight in zip(bucket.segments, weights, strict=True):
                     weight.copy_(tables["master"][s.offset : s.end])
+        if self.ranks is not None:
+            self.ranks.share_weights(self.weights)
         self.weights.remember()
 
     def pieces(self, table: str, parameter: int) -> list[Tensor]:
@@ -162,7 +174,7 @@ class Engine:
             for _, tables in self.store.states.visit([buckets[index]], write=False):
                 piece = tables[table][s.offset : s.end]
                 found.append(piece.clone() if self._streaming else piece)
-        return found
+        return found if self.ranks is None else self.ranks.pieces(parameter, found)
 
     def fill(self, fill: Callable[[str, int, int, int, Tensor], None]) -> None:
         """Put saved values into every state: ``fill(table, parameter, start, stop, target)``."""
@@ -212,9 +224,6 @@ class Engine:
             emissions = list(sent_home(emissions, self.store.layout, self.weights.off))
         streamed = self._streaming.around(emissions, step) if self._streaming else emissions
         return self._waiting.around(streamed, step) if self._waiting else streamed
-
-    def _updated(self) -> set[int]:
-        return {parameter for bucket in self._active() for parameter in self.collector.seen(bucket.index)}
 
     def _emit(self, emission: Emission) -> Event | None:
         """Submit an action to its lane, or execute it here when its lane is the caller's thread."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from headrace.optim import kernel
+from headrace.optim.ranks import Ranks
 from headrace.schedule.layout import Layout, Segment
 
 
@@ -60,12 +61,14 @@ class NormSums:
         for block, value in zip(blocks, kernel.block_sums(gradient, blocks, scratch), strict=True):
             self._sums[block.parameter][block.start] = value
 
-    def finish(self, limit: float) -> Norm:
+    def finish(self, limit: float, ranks: Ranks | None = None) -> Norm:
         """The norm of all that was added, and the clip coefficient for ``limit`` (0: never clip).
 
         What was added is forgotten then. The coefficient is that of ``torch.nn.utils.clip_grad_norm_``:
-        limit / (norm + 1e-6), at most 1.
+        limit / (norm + 1e-6), at most 1. Where ``ranks`` share the buckets, what all of them added counts.
         """
+        if ranks is not None:
+            ranks.gather(self._sums)
         total, offender = 0.0, None
         for name, sums in zip(self._names, self._sums, strict=True):
             for start in sorted(sums):

@@ -11,6 +11,7 @@ from typing import Any, Literal, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from headrace.errors import UserError
@@ -30,6 +31,7 @@ from headrace.optim.checks import (
     check_names,
     check_options,
     check_parameters,
+    check_ranks,
     check_still_frozen,
     device_of,
     hypers_of,
@@ -86,6 +88,8 @@ class OffloadedAdamW(Optimizer):
             ``workers`` and ``ledger`` are theirs then.
         states: with ``tiers``: where states live, ``"host"`` or ``"disk"``.
         weights: with ``tiers``: the home of those of the parameters that are off the device.
+        group: ranks with the same weights, given the same gradients, that share states and updates: all of
+            them make each call that steps, saves or restores. None for one alone.
 
     Threads and host memory belong to the object: they go with it, or with :meth:`close`. It works in the
     process that built it alone, and cannot be copied or pickled; its ``state_dict()`` can.
@@ -118,6 +122,7 @@ class OffloadedAdamW(Optimizer):
         tiers: Tiers | None = None,
         states: Literal["host", "disk"] = "host",
         weights: WeightStore | None = None,
+        group: ProcessGroup | None = None,
     ) -> None:
         check_options(
             max_grad_norm=max_grad_norm,
@@ -128,6 +133,7 @@ class OffloadedAdamW(Optimizer):
             workers=workers,
             ledger=ledger,
         )
+        check_ranks(group, weights)
         check_gradients(gradients, on_disk=bool(disk) or (tiers is not None and tiers.disk is not None))
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         check_group(defaults)
@@ -157,6 +163,8 @@ class OffloadedAdamW(Optimizer):
                     host=host,
                     disk=disk_paths(disk),
                     workers=available_cores() if workers is None else workers,
+                    rank=0 if group is None else group.rank(),
+                    ranks=1 if group is None else group.size(),
                 )
                 resources.callback(tiers.close)
             self.ledger = tiers.lanes.ledger
@@ -174,10 +182,10 @@ class OffloadedAdamW(Optimizer):
                 bucket=bucket,
                 micro_batches=micro_batches,
                 summed=release_gradients and micro_batches > 1,
+                group=group,
             )
-            released = release_gradients
-            self._arrivals = Arrivals(self._named, self._engine, micro_batches, released=released)
-            if released:
+            self._arrivals = Arrivals(self._named, self._engine, micro_batches, released=release_gradients)
+            if release_gradients:
                 self._install_hooks(resources)
             self._lifetime = Lifetime(self, resources.pop_all(), self._engine.lanes)
 

@@ -98,6 +98,7 @@ class DiskStates(States):
         disk: keeps the rest.
         places: buckets in memory at once.
         kept: how many checkpoints will hold states beside the living ones, for which space is claimed.
+        rank: of those that save into one checkpoint, a part of the files' names; None for one alone.
 
     Attributes:
         drain: lets everything that its owner has on the way arrive.
@@ -112,6 +113,7 @@ class DiskStates(States):
         *,
         places: int,
         kept: int,
+        rank: int | None = None,
     ) -> None:
         self.names = tuple(names)
         self.disk = disk
@@ -119,6 +121,7 @@ class DiskStates(States):
         self.drain: WeakMethod[Callable[[], None]] | None = None
         self._pool = pool
         self._layout = layout
+        self._kind = "states" if rank is None else f"states-r{rank}"
         self._known: set[int] = set()  # buckets that have content
         largest = max((bucket.size for bucket in layout.buckets), default=0)
         self._places: list[Tables] = []
@@ -130,7 +133,7 @@ class DiskStates(States):
                 self._places[-1][name] = pool.take(size, torch.float32, "states", what)
         for bucket in layout.buckets:
             form = Form(dict.fromkeys(names, torch.float32), bucket.size, self._notes(bucket))
-            disk.declare(_name(bucket), form, bucket.index)
+            disk.declare(self._name(bucket), form, bucket.index)
         disk.reserve(1 + kept, "states", "the states and the checkpoints of them")
 
     def tables(self, bucket: Bucket, place: int | None) -> Tables:
@@ -172,7 +175,9 @@ class DiskStates(States):
     def save(self, directory: Path) -> list[Path]:
         """Put every bucket's files into a directory, linked where possible: states as they are now."""
         self.flush()
-        return [file for bucket in self._layout.buckets for file in self.disk.link(_name(bucket), directory)]
+        return [
+            file for bucket in self._layout.buckets for file in self.disk.link(self._name(bucket), directory)
+        ]
 
     def adopt(self, files: Sequence[Path]) -> bool:
         """Take saved files as the states, linked where possible; false where they are divided otherwise."""
@@ -181,12 +186,12 @@ class DiskStates(States):
             name, _, index = file.name.removesuffix(SUFFIX).rpartition(".p")
             found.setdefault(name, {})[int(index)] = file
         buckets = self._layout.buckets
-        if not files or not all(self._fits(bucket, found.get(_name(bucket), {})) for bucket in buckets):
+        if not files or not all(self._fits(bucket, found.get(self._name(bucket), {})) for bucket in buckets):
             return False
         self._drain()
         for bucket in buckets:
-            for path, file in found[_name(bucket)].items():
-                self.disk.adopt(_name(bucket), path, file)
+            for path, file in found[self._name(bucket)].items():
+                self.disk.adopt(self._name(bucket), path, file)
             self._known.add(bucket.index)
             if self.window.place(bucket.index) is not None:
                 self.window.cleaned(bucket.index)
@@ -195,7 +200,7 @@ class DiskStates(States):
 
     def _fits(self, bucket: Bucket, parts: dict[int, Path]) -> bool:
         """Whether files hold a bucket as it is cut here, each on a path that there is."""
-        form = self.disk.form(_name(bucket))
+        form = self.disk.form(self._name(bucket))
         found = [read_part(parts[index])[0] for index in sorted(parts)]
         bounds = [0, *(part.high for part in found)]
         whole = all(part.form == form and part.low == low for part, low in zip(found, bounds, strict=False))
@@ -203,11 +208,11 @@ class DiskStates(States):
 
     def read(self, bucket: Bucket, path: int, tables: Tables) -> int:
         """Read a bucket's part from a path; returns its bytes."""
-        return self.disk.read(_name(bucket), path, tables)
+        return self.disk.read(self._name(bucket), path, tables)
 
     def write(self, bucket: Bucket, path: int, tables: Tables) -> int:
         """Write a bucket's part to a path; returns its bytes."""
-        return self.disk.write(_name(bucket), path, tables)
+        return self.disk.write(self._name(bucket), path, tables)
 
     def close(self) -> None:
         """See :class:`States`."""
@@ -236,6 +241,9 @@ class DiskStates(States):
             for table in tables.values():
                 table.zero_()
 
+    def _name(self, bucket: Bucket) -> str:
+        return f"{self._kind}-b{bucket.index:05}"
+
     def _notes(self, bucket: Bucket) -> dict[str, str]:
         """Which elements of which parameters the bucket holds, for whoever reads its file later."""
         names = [parameter.name for parameter in self._layout.parameters]
@@ -247,7 +255,3 @@ def whole_blocks(numel: int) -> int:
     """Elements of fp32 that fill whole blocks of the disk and hold ``numel``."""
     unit = ALIGN // torch.float32.itemsize
     return -(-numel // unit) * unit
-
-
-def _name(bucket: Bucket) -> str:
-    return f"states-b{bucket.index:05}"

@@ -64,7 +64,7 @@ def norm(engine: "Engine", action: Action, place: Place) -> int:
 
 def clip(engine: "Engine", action: Action, place: Place) -> int:
     """The global norm and the clip coefficient."""
-    engine.norm = engine.sums.finish(engine.limit)
+    engine.norm = engine.sums.finish(engine.limit, engine.ranks)
     return 0
 
 

@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from headrace.data.prepare import Prepared, prepare
 from headrace.ledger import Ledger
 from headrace.memory.config import DiskConfig
-from headrace.memory.disk import DiskPath, DiskStore, device_of
+from headrace.memory.disk import DiskPath, DiskStore
+from headrace.memory.links import device_of
 from headrace.memory.tensorfile import Entry
 from headrace.memory.tiers import Tiers
 from headrace.memory.weights import DTYPES
