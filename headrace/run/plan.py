@@ -237,16 +237,14 @@ def _fill(run: RunFile, shape: ModelShape, machine: Machine) -> RunFile:
 
 
 def _weights(tree: dict[str, Any], shape: ModelShape, machine: Machine) -> str:
-    """The fastest tier for the weights with which a micro-batch of one row fits; the last if none does."""
+    """The fastest tier for the weights with which some micro-batch fits; the last if none does."""
     tiers = ["device", *([] if machine.unified else ["host"]), *(["disk"] if tree["memory"]["disk"] else [])]
     for tier in tiers:
         memory = {**tree["memory"], "weights": tier}
         if tier != "device" and memory["activations"] == "keep":
             continue
-        train = {**tree["train"], "micro_batch": 1}
-        run = validate({**tree, "memory": memory, "train": train}, "the plan")
-        work = replace(workload(run), gradients=_gradients(run, shape, machine))
-        if not lacking(predict(shape, work, machine), {**machine.tiers, **_asked(run, machine)}):
+        run = validate({**tree, "memory": memory}, "the plan")
+        if not _least_lack(run, shape, machine, _gradients(run, shape, machine)):
             return tier
     return tiers[-1] if tree["memory"]["activations"] != "keep" else "device"
 

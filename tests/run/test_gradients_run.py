@@ -2,6 +2,7 @@
 
 import json
 import signal
+from pathlib import Path
 
 import evidence
 import pytest
@@ -116,6 +117,18 @@ def test_auto_prefers_a_smaller_micro_batch_in_memory_to_the_disk(write_run, lar
     planned = plan(path, [f"memory.host={min(rows.values())}"])
     assert planned.verdict.fits and planned.run.memory.gradients == "host"
     assert rows[planned.run.train.micro_batch] == min(rows.values())
+
+
+def test_gradients_leave_memory_before_weights_do(write_run, larger, tmp_path):
+    """Weights move twice in every micro-batch, gradients once."""
+    config = json.loads(Path(larger).read_text()) | {"num_hidden_layers": 8}
+    Path(larger).write_text(json.dumps(config))
+    path = write_run("run", model__path=larger, **on_disk(tmp_path, "a", weights="auto"))
+    need = plan(path, ["memory.weights=device", "memory.gradients=disk"]).predicted.total("ram")
+    planned = plan(path, [f"memory.host={need}"]).run.memory
+    assert (planned.weights, planned.gradients) == ("device", "disk")
+    planned = plan(path, [f"memory.host={need - 1}"]).run.memory
+    assert (planned.weights, planned.gradients) == ("disk", "disk")
 
 
 def test_the_window_takes_the_room_that_gradients_leave(write_run, larger, tmp_path):
