@@ -17,6 +17,9 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
+RANKS = (".headrace-", "headrace-r")
+"""How the names of files begin that ranks have in a directory which they share."""
+
 _TAKEN = (errno.EACCES, errno.EAGAIN)
 # A process may lock a file twice, and closing it once drops both: so what this process holds is kept here.
 _held: set[Path] = set()
@@ -62,9 +65,9 @@ class DirectoryLock:
     """Context manager that holds a directory (created if missing) for this process.
 
     The lock belongs to the process: the system releases it at any end, SIGKILL too, and forked workers that
-    outlive it do not hold it. The lock's file stays and names the last owner; a run that wrote nothing
-    else takes it away again, with the directories made for it. Where the file system knows no locks, a
-    warning says so and the run goes on.
+    outlive it do not hold it. The lock's file stays and names the last owner; a run that left nothing
+    else takes it away again, with the directories made for it; files of other ranks do not count. Where the
+    file system knows no locks, a warning says so and the run goes on.
 
     Args:
         directory: what is held.
@@ -100,7 +103,8 @@ class DirectoryLock:
 
     def __exit__(self, *_: object) -> None:
         with suppress(OSError):
-            if self._path in self._made and list(self._path.parent.iterdir()) == [self._path]:
+            others = (file for file in self._path.parent.iterdir() if file != self._path)
+            if self._path in self._made and all(file.name.startswith(RANKS) for file in others):
                 for path in self._made:
                     path.unlink() if path == self._path else path.rmdir()
         self._close()
