@@ -9,7 +9,7 @@ Layers must be recomputed in backward (:func:`~headrace.models.recompute.recompu
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from headrace.errors import UserError
+from headrace.errors import RunStopped, UserError
 from headrace.lanes.lanes import Event
 from headrace.memory.tiers import Tiers
 from headrace.memory.weights import WeightStore, places
@@ -146,7 +146,8 @@ class Streamed:
         """Remove the hooks and give the device's memory back; the parameters stay placeholders."""
         for handle in self._handles:
             handle.remove()
-        self.withdraw()
+        with suppress(RunStopped):  # of a fetch that failed: whoever waited for it has said so
+            self.withdraw()
         for slots in self._slots:
             slots.close()
 

@@ -145,12 +145,13 @@ def _work(session: _Session) -> Path:
     if not session.run.checkpoint.states:
         print(f"! {WITHOUT_STATES}", flush=True)
     job = build(session.plan, session.directory)
-    for line in job.data.lines():
-        print(line, flush=True)
-    _restore(session, job)
-    replace_text(session.directory.plan, session.plan.yaml())
-    outcome = _train(session, job)
-    return _finish(session, job, outcome)
+    with job.resources:
+        for line in job.data.lines():
+            print(line, flush=True)
+        _restore(session, job)
+        replace_text(session.directory.plan, session.plan.yaml())
+        outcome = _train(session, job)
+        return _finish(session, job, outcome)
 
 
 def _checkpoint_bytes(session: _Session) -> int:
