@@ -31,14 +31,12 @@ prepare_process()
 import torch  # noqa: E402
 
 from benchmarks.report import Check, finish  # noqa: E402
-from headrace.lanes.workers import Workers  # noqa: E402
 from headrace.ledger import Ledger  # noqa: E402
 from headrace.memory import blocks  # noqa: E402
 from headrace.memory.budget import Budget  # noqa: E402
 from headrace.memory.disk import DiskPath, DiskStore  # noqa: E402
 from headrace.memory.parts import Form  # noqa: E402
 from headrace.memory.pool import HostPool, map_bytes  # noqa: E402
-from headrace.optim.states import TRANSFERS  # noqa: E402
 
 MIB = 2**20
 ENGINES = [("io_uring", 8, 1), ("libaio", 8, 1), ("psync", 1, 3)]
@@ -99,36 +97,20 @@ def report(found: Mapping[tuple[str, str], float], split: float, as_json: bool) 
 
 @contextmanager
 def ours(home: Path, nbytes: int) -> Iterator[Row]:
-    """A buffer of the disk store, in the huge pages and on the threads that a run has."""
+    """A buffer of the disk store, as a run reads and writes it."""
     store = DiskStore([DiskPath(home / "ours")], Budget("disk", None, Ledger(), "memory.disk"))
     form = Form({"states": torch.float32}, nbytes // 4)
     store.declare("b0", form)
     pool = HostPool(Budget("ram", None, Ledger(), "memory.host"))
     tables = {"states": pool.take(form.numel, torch.float32, "buffers", "states").normal_()}
-    workers = Workers(TRANSFERS)
 
     def row(direction: str) -> float:
         start = time.perf_counter()
-        move(store, "b0", 0, tables, workers, direction)
+        getattr(store, direction)("b0", 0, tables)
         return nbytes / (time.perf_counter() - start)
 
     yield row
-    workers.close()
     store.close()
-
-
-def move(store: DiskStore, name: str, path: int, tables: Any, workers: Workers, direction: str) -> None:
-    """Write or read a buffer's part on a path."""
-    if direction == "write":
-        transfer = store.writing(name, path, tables)
-        assert transfer is not None
-        workers.run(partial(transfer.write, workers=workers.count))
-        store.written(name, path, transfer.finish())
-        return
-    transfer = store.reading(name, path, tables)
-    assert transfer is not None
-    workers.run(partial(transfer.read, workers=workers.count))
-    transfer.close()
 
 
 def loops(home: Path, nbytes: int) -> dict[str, Row]:
@@ -201,11 +183,10 @@ def _split_share(home: Path) -> float:
     store.declare("b0", form)
     pool = HostPool(Budget("ram", None, Ledger(), "memory.host"))
     tables = {"states": pool.take(form.numel, torch.float32, "buffers", "states")}
-    workers = [Workers(1) for _ in paths]
     start = time.perf_counter()
     for direction in ("write", "read"):
-        arguments = [(store, "b0", path, tables, workers[path], direction) for path in range(len(paths))]
-        running = [threading.Thread(target=move, args=given) for given in arguments]
+        move = getattr(store, direction)
+        running = [threading.Thread(target=move, args=("b0", path, tables)) for path in range(len(paths))]
         for thread in running:
             thread.start()
         for thread in running:
