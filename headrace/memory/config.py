@@ -28,6 +28,11 @@ class MemoryConfig(Config):
         description="where the working weights live; off the device, layers are fetched while they are used; "
         "auto: the fastest tier that fits",
     )
+    embeddings: Literal["whole", "rows", "auto"] = Field(
+        "auto",
+        description="memory.weights=host or disk only: input and output embedding come whole, or by rows; "
+        "auto: whole if they fit",
+    )
     disk: list[DiskConfig] = Field(
         default_factory=list,
         description="directories for what lives on the disk, each {path, size}; faster ones take more, and "
@@ -59,6 +64,11 @@ class MemoryConfig(Config):
             raise ValueError(
                 f"memory.weights={self.weights} needs layers that are recomputed, for they leave the device: "
                 "set memory.activations=recompute"
+            )
+        if self.weights == "device" and self.embeddings == "rows":
+            raise ValueError(
+                "memory.embeddings=rows has no effect with memory.weights=device, where they are whole: "
+                "set memory.weights=disk, or leave it out"
             )
         places = [Path(disk.path).expanduser().absolute() for disk in self.disk]
         if twice := next((place for place in places if places.count(place) > 1), None):

@@ -8,8 +8,8 @@ Layers must be recomputed in backward (:func:`~headrace.models.recompute.recompu
 :attr:`Streamed.contexts`): so nothing that autograd keeps refers to weights that have left.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from headrace.memory.tiers import Tiers
 from headrace.memory.weights import WeightStore, places
 from headrace.models.documents import Contexts
 from headrace.models.homes import INPUT, OUTPUT, streamed_units
+from headrace.models.rows import Rows, look_up_rows, whole_for_a_moment
 from headrace.schedule.action import Action, Kind, Unit
 from headrace.schedule.fetches import AHEAD, Passage, Shelf
 from headrace.schedule.layout import Bucket
@@ -77,6 +78,7 @@ class Streamed:
         store: their home; filled.
         tiers: budgets, pools and lanes.
         ahead: layers fetched while one is used; one more is on the device.
+        by_rows: whether embeddings come by rows, instead of whole.
 
     Attributes:
         contexts: of each layer, for ``of_layers`` of :func:`~headrace.models.recompute.recompute_layers`.
@@ -86,7 +88,13 @@ class Streamed:
     """
 
     def __init__(
-        self, model: PreTrainedModel, store: WeightStore, tiers: Tiers, *, ahead: int = AHEAD
+        self,
+        model: PreTrainedModel,
+        store: WeightStore,
+        tiers: Tiers,
+        *,
+        ahead: int = AHEAD,
+        by_rows: bool = False,
     ) -> None:
         self.store = store
         self._tiers = tiers
@@ -107,6 +115,11 @@ class Streamed:
         units = streamed_units(model)
         layers = [unit for unit in units if unit.kind == "l" and unit in sizes]
         ends = [unit for unit in units if unit.kind == "e" and unit in sizes]
+        self._rows: dict[Unit, Rows] = {}
+        for unit in ends if by_rows else ():
+            (place,) = self._places.pop(unit)
+            self._rows[unit] = Rows(place.parameter, self._buckets[unit], store, tiers)
+        ends = [] if by_rows else ends
         self._first = INPUT if INPUT in ends else None
         self._last = OUTPUT if OUTPUT in units else INPUT
         self._passage = Passage(self._first, layers, self._last if self._last in ends else None)
@@ -124,13 +137,23 @@ class Streamed:
 
     def storages(self) -> list[torch.UntypedStorage]:
         """The device memory in which weights are while they are used."""
-        return [memory.untyped_storage() for slots in self._slots for memory in slots.memory]
+        slots = [memory.untyped_storage() for slots in self._slots for memory in slots.memory]
+        return [*slots, *(storage for rows in self._rows.values() for storage in rows.storages())]
+
+    @property
+    def head_rows(self) -> Callable[[], Iterator[tuple[int, Tensor]]] | None:
+        """Gives the rows of the output embedding, where they come in pieces: see ``training.row_loss``."""
+        return self._rows[self._last].pieces if self._last in self._rows else None
 
     def pieces(self, name: str, start: int, stop: int) -> Iterator[Tensor] | None:
         """Elements ``start:stop`` of a streamed parameter from its store, 1-D; None for any other tensor."""
         name = name.replace(".base_layer.", ".")  # beside adapters
         index = next((i for i, p in enumerate(self.store.layout.parameters) if p.name == name), None)
         return None if index is None else self._pieces(index, start, stop)
+
+    def whole_head(self) -> AbstractContextManager[None]:
+        """The output embedding is whole inside, where it comes by rows: to probe it before training."""
+        return self._rows[self._last].whole() if self._last in self._rows else nullcontext()
 
     def withdraw(self) -> None:
         """Give up everything that is on the device or on its way there: the weights will be others."""
@@ -141,6 +164,8 @@ class Streamed:
                     self._lanes.wait(event)
                 events.clear()
             slots.shelf.clear()
+        for rows in self._rows.values():
+            rows.settle()
 
     def close(self) -> None:
         """Remove the hooks and give the device's memory back; the parameters stay placeholders."""
@@ -150,6 +175,8 @@ class Streamed:
             self.withdraw()
         for slots in self._slots:
             slots.close()
+        for rows in self._rows.values():
+            rows.close()
 
     # -- hooks -----------------------------------------------------------------------------------------
 
@@ -164,6 +191,10 @@ class Streamed:
             embedding = model.get_input_embeddings()
             yield embedding.register_forward_pre_hook(lambda *_: self._use(INPUT, self._coming))
             yield embedding.register_forward_hook(lambda *_: self._release(INPUT), always_call=True)
+        if INPUT in self._rows:
+            yield from look_up_rows(model.get_input_embeddings(), self._rows[INPUT])
+        if self._last in self._rows:
+            yield from whole_for_a_moment(model.get_output_embeddings(), self._rows[self._last])
         # Whoever calls the decoder needs the output embedding next, by its module or by its weight alone.
         decoder = model.get_decoder()
         yield decoder.register_forward_pre_hook(lambda *_: self._begin())
@@ -172,12 +203,10 @@ class Streamed:
     def _begin(self) -> None:
         self._release_all()
         trains = torch.is_grad_enabled()
-        if (
-            trains,
-            self._lanes.step,
-        ) != self._pass:  # what a step fetches does not depend on others before it
+        now = trains, self._lanes.step
+        if now != self._pass:  # what a step fetches does not depend on others before it
             self.withdraw()
-        self._pass = trains, self._lanes.step
+        self._pass = now
         self._coming = self._passage.first(trains)
 
     def _before_layer(self, unit: Unit, layer: nn.Module, args: Any) -> None:

@@ -176,21 +176,27 @@ def device_of(named: Mapping[str, Tensor]) -> torch.device:
 
 
 def dense(name: str, parameter: Tensor) -> Tensor:
-    """The parameter's gradient; UserError if it is sparse, of another dtype, or not there any more."""
+    """The parameter's gradient, dense or of rows; UserError for other kinds and dtypes, or if it is gone."""
     gradient = parameter.grad
     if gradient is None:
         raise UserError(
             f"the gradient of {name} was gone when OffloadedAdamW(release_gradients=True) came for it: "
             "another optimizer or hook on the same parameters took it; close() or remove that one"
         )
-    if gradient.layout is not torch.strided:
-        raise UserError(f"{name} has a sparse gradient: build its embedding with sparse=False")
+    if gradient.layout is not torch.strided and not _of_rows(gradient):
+        layout = str(gradient.layout).removeprefix("torch.")
+        raise UserError(f"{name} has a gradient of layout {layout}: make it dense, or of rows (sparse_coo)")
     if gradient.dtype != parameter.dtype:
         raise UserError(
             f"{name} is {parameter.dtype} and its gradient {gradient.dtype}, which would be rounded: "
             "leave grad_dtype as it is"
         )
     return gradient
+
+
+def _of_rows(gradient: Tensor) -> bool:
+    """Whether a gradient is sparse in its rows alone, such as that of an embedding with sparse=True."""
+    return gradient.layout is torch.sparse_coo and gradient.sparse_dim() == 1 and gradient.dim() == 2
 
 
 def number(value: Any) -> float:

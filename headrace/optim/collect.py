@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from headrace.schedule.layout import Layout
@@ -12,23 +13,42 @@ class Arrived:
     """A gradient on the device, until every bucket that holds a part of it has copied its part.
 
     Attributes:
-        flat: the gradient in element order; None once it was copied.
         nbytes: bytes that autograd allocated for it.
     """
 
-    __slots__ = ("_parts", "flat", "nbytes")
+    __slots__ = ("_flat", "_parts", "_rows", "nbytes")
 
     def __init__(self, gradient: Tensor, parts: int) -> None:
-        self.flat: Tensor | None = gradient.detach().reshape(-1)
-        self.nbytes = gradient.numel() * gradient.element_size()
+        self._flat: Tensor | None = None
+        self._rows: tuple[Tensor, Tensor] | None = None  # numbers [U], rising, and rows [U, D]
+        if gradient.layout is torch.sparse_coo:
+            summed = gradient.detach().coalesce()
+            self._rows = summed.indices()[0], summed.values()
+            self.nbytes = self._rows[1].nbytes
+        else:
+            self._flat = gradient.detach().reshape(-1)
+            self.nbytes = self._flat.nbytes
         self._parts = parts
+
+    def part(self, start: int, stop: int) -> Tensor:
+        """Elements ``start:stop`` of the gradient, 1-D; of a sparse one, rows that it lacks are zeros."""
+        if self._flat is not None:
+            return self._flat[start:stop]
+        assert self._rows is not None
+        ids_U, rows_UD = self._rows
+        width = rows_UD.shape[1]
+        first, last = start // width, -(-stop // width)
+        low, high = (int(n) for n in torch.searchsorted(ids_U, ids_U.new_tensor([first, last])))
+        dense = rows_UD.new_zeros(last - first, width)
+        dense[ids_U[low:high] - first] = rows_UD[low:high]
+        return dense.view(-1)[start - first * width : stop - first * width]
 
     def copied(self) -> int:
         """Count one part as copied; returns the bytes that this set free."""
         self._parts -= 1
         if self._parts:
             return 0
-        self.flat = None
+        self._flat = self._rows = None
         return self.nbytes
 
 

@@ -27,8 +27,7 @@ def down(engine: "Engine", action: Action, place: Place) -> int:
     for s in bucket.segments:
         if (arrived := parcel.arrived.get(s.parameter)) is None:
             continue
-        assert arrived.flat is not None
-        source = arrived.flat[s.start : s.stop]
+        source = arrived.part(s.start, s.stop)
         nbytes += source.nbytes
         if landing is not None:
             source = landing[s.offset : s.end].copy_(source)

@@ -78,7 +78,7 @@ class SavedBytes:
         """Beside the layers: the indices that the embeddings save, cosines and sines."""
         shape = self._shape
         element = FP32 if shape.family.wide_rotary else self._element
-        indices = INT64 * (2 if shape.positions else 1)
+        indices = INT64 * ((2 if shape.positions else 1) + (self._work.embeddings == "rows"))
         return self._tokens * (indices + 2 * shape.rotary * element * shape.rotary_kinds)
 
     @property

@@ -203,6 +203,8 @@ def link_bytes(shape: ModelShape, work: Workload, machine: Machine) -> dict[Acti
 
 def loss_bytes(shape: ModelShape, work: Workload) -> int:
     """Highest bytes that the chunked loss allocates, the gradients it hands on included (training.loss)."""
+    if work.embeddings == "rows":
+        return _row_loss_bytes(shape, work)
     element, rows = work.element, min(work.loss_chunk, work.tokens)
     head = shape.vocab * shape.hidden
     several = work.tokens > work.loss_chunk
@@ -217,6 +219,17 @@ def loss_bytes(shape: ModelShape, work: Workload) -> int:
         return work.tokens * shape.hidden * element + logits
     sums = head * (4 if several else element)
     return work.tokens * shape.hidden * element + sums + max(logits + product, rounding)
+
+
+def _row_loss_bytes(shape: ModelShape, work: Workload) -> int:
+    """The same where the head comes by rows (training.row_loss): its gradient is whole, logits are not."""
+    element, tokens = work.element, work.tokens
+    held = min(work.bucket // shape.hidden + 1, shape.vocab)
+    rows = min(held, max(1, work.loss_chunk * shape.vocab // tokens))
+    logits = tokens * rows * (4 * (2 if shape.logit_cap else 1) + (element if element < 4 else 0))
+    states = tokens * shape.hidden * (2 * element + 4)  # inputs, their gradient in fp32, and a product
+    weight = shape.vocab * shape.hidden * element if shape.adapters is None else 0
+    return states + weight + logits
 
 
 def kernel_bytes(work: Workload) -> int:

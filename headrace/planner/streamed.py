@@ -1,7 +1,7 @@
 """Weights and layer inputs off the device: what they take of which tier, and the bytes of their journeys."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from headrace.machine.machine import Machine
 from headrace.machine.paths import split
@@ -10,6 +10,9 @@ from headrace.planner.workload import Workload
 from headrace.schedule.action import Action, Kind, Unit
 from headrace.schedule.fetches import AHEAD, Passage, Shelf
 from headrace.schedule.layout import STREAMED, Layout, Parameter, cut, extended, padded
+
+ROW_SLOTS = 2
+"""Buckets of an embedding that are on the device where it comes by rows (models.rows)."""
 
 SLOTS = 2
 """Layer inputs in memory on their way to and from the disk (models.boundaries)."""
@@ -39,8 +42,9 @@ def resident_numel(shape: ModelShape, work: Workload) -> int:
 def slot_bytes(shape: ModelShape, work: Workload) -> int:
     """Bytes of the device in which streamed weights are while they are used; exact."""
     sizes = _sizes(streamed_layout(shape, work))
-    shelves = _shelves(sizes)
-    return work.element * sum(shelf.slots * max(sizes[unit] for unit in shelf.units) for shelf in shelves)
+    shelves = _shelves(sizes, work)
+    whole = sum(shelf.slots * max(sizes[unit] for unit in shelf.units) for shelf in shelves)
+    return work.element * (whole + sum(_row_slots(shape, work).values()))
 
 
 def home_bytes(shape: ModelShape, work: Workload) -> int:
@@ -95,8 +99,13 @@ def _weights(shape: ModelShape, work: Workload, machine: Machine) -> Iterator[tu
     sizes = _sizes(layout)
     layers = [unit for unit in sizes if unit.kind == "l"]
     ends = sorted((unit for unit in sizes if unit.kind == "e"), key=lambda unit: unit.index)
-    passage = Passage(ends[0], sorted(layers, key=lambda unit: unit.index), ends[-1])
-    fetched = passage.fetched(_shelves(sizes), work.micro_batches)
+    whole = ends if work.embeddings == "whole" else [None]
+    passage = Passage(whole[0], sorted(layers, key=lambda unit: unit.index), whole[-1])
+    fetched = passage.fetched(_shelves(sizes, work), work.micro_batches)
+    if work.embeddings == "rows":  # once for the lookup, twice for the loss
+        for unit in ends:
+            uses = (unit == ends[0]) + 2 * (unit == ends[-1])
+            fetched[unit] = uses * work.micro_batches
     if work.weights == "host" or not machine.unified:
         yield Action(Kind.UP), work.element * sum(sizes[unit] * times for unit, times in fetched.items())
     if work.weights == "disk":
@@ -137,9 +146,18 @@ def _sizes(layout: Layout) -> dict[Unit, int]:
     return dict(sizes)
 
 
-def _shelves(units: Sequence[Unit] | dict[Unit, int]) -> list[Shelf]:
+def _shelves(units: Iterable[Unit], work: Workload) -> list[Shelf]:
     layers, ends = ([unit for unit in units if unit.kind == kind] for kind in "le")
-    return [Shelf(layers, 1 + AHEAD), Shelf(ends, 1)]
+    return [Shelf(layers, 1 + AHEAD), *([Shelf(ends, 1)] if work.embeddings == "whole" else [])]
+
+
+def _row_slots(shape: ModelShape, work: Workload) -> dict[Unit, int]:
+    """Elements of the slots of embeddings that come by rows."""
+    largest: dict[Unit, int] = {}
+    for bucket in streamed_layout(shape, work).buckets if work.embeddings == "rows" else ():
+        if bucket.unit is not None and bucket.unit.kind == "e":
+            largest[bucket.unit] = max(largest.get(bucket.unit, 0), bucket.size)
+    return {unit: ROW_SLOTS * size for unit, size in largest.items()}
 
 
 def _unit(shape: ModelShape, name: str) -> Unit | None:

@@ -27,6 +27,7 @@ class Workload:
         activations: ``keep`` what backward needs, or ``recompute`` each layer; ``host`` and ``disk``
             recompute too, and keep the layers' inputs there.
         weights: where the working weights live.
+        embeddings: whether streamed embeddings come whole or by rows.
         states: where master weights and moments live.
         gradients: where they wait for the update.
         documents: tokens of each document of the heaviest micro-batch, None while the data is not known.
@@ -45,6 +46,7 @@ class Workload:
     dtype: Literal["bf16", "fp32"] = "bf16"
     activations: Literal["keep", "recompute", "host", "disk"] = "recompute"
     weights: Literal["device", "host", "disk"] = "device"
+    embeddings: Literal["whole", "rows"] = "whole"
     states: Literal["host", "disk"] = "host"
     gradients: Literal["host", "disk"] = "host"
     documents: tuple[int, ...] | None = None

@@ -1,7 +1,7 @@
 """Builds what a plan describes: data, model, optimizer and loop."""
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -86,7 +86,7 @@ def build(plan: Plan, directory: RunDirectory, on_tokenised: Callable[[int, int]
         loaded, streamed = _model(run, tiers, resources)
         if run.data.packing:
             check_packable(loaded.model.config, run.data.context)
-        with tiers.lanes.unbooked():
+        with tiers.lanes.unbooked(), streamed.whole_head() if streamed else nullcontext():
             check_head(loaded.model)
         if streamed is not None:
             streamed.withdraw()
@@ -108,6 +108,7 @@ def build(plan: Plan, directory: RunDirectory, on_tokenised: Callable[[int, int]
             optim=run.optim,
             meters=meters,
             elsewhere=streamed.pieces if streamed else None,
+            rows=streamed.head_rows if streamed else None,
         )
         return Job(loaded, data, optimizer, loop, steps, streamed, tiers.disk, resources.pop_all())
 
@@ -166,7 +167,8 @@ def _model(run: RunFile, tiers: Tiers, resources: ExitStack) -> tuple[LoadedMode
     streamed = None
     if loaded.store is not None:
         resources.callback(loaded.store.close)
-        streamed = Streamed(loaded.model, loaded.store, tiers)
+        by_rows = run.memory.embeddings == "rows"
+        streamed = Streamed(loaded.model, loaded.store, tiers, by_rows=by_rows)
         resources.callback(streamed.close)
     if lora is not None:
         add_adapters(loaded.model, lora, path, seed)

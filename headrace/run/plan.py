@@ -207,6 +207,7 @@ def workload(run: RunFile) -> Workload:
         dtype=run.model.dtype,
         activations=run.memory.activations,
         weights=run.memory.weights,
+        embeddings="rows" if run.memory.embeddings == "rows" else "whole",
         states=run.memory.states,
         gradients="host" if run.memory.gradients == "auto" else run.memory.gradients,
         loss_chunk=run.train.loss_chunk,
@@ -229,6 +230,7 @@ def _fill(run: RunFile, shape: ModelShape, machine: Machine) -> RunFile:
     if memory["weights"] == "auto":
         memory["weights"] = _weights(tree, shape, machine)
     memory["gradients"] = _gradients(validate(tree, "the plan"), shape, machine)
+    memory["embeddings"] = _embeddings(validate(tree, "the plan"), shape, machine)
     if train["micro_batch"] == "auto":
         train["micro_batch"] = _largest_that_fits(validate(tree, "the plan"), shape, machine)
     if tree["update"]["window"] == "auto":
@@ -256,6 +258,21 @@ def _gradients(run: RunFile, shape: ModelShape, machine: Machine) -> Literal["ho
     if run.memory.states == "disk" and (on_host := _least_lack(run, shape, machine, "host")):
         return "disk" if _least_lack(run, shape, machine, "disk") < on_host else "host"
     return "host"
+
+
+def _embeddings(run: RunFile, shape: ModelShape, machine: Machine) -> Literal["whole", "rows"]:
+    """Whole embeddings, unless less is lacking with those that come by rows."""
+    memory = run.memory
+    if memory.weights == "device":
+        return "whole"
+    if memory.embeddings != "auto":
+        return memory.embeddings
+    assert memory.gradients != "auto"
+    lacks = []
+    for embeddings in ("whole", "rows"):
+        turned = run.model_copy(update={"memory": memory.model_copy(update={"embeddings": embeddings})})
+        lacks.append(_least_lack(turned, shape, machine, memory.gradients))
+    return "rows" if lacks[1] < lacks[0] else "whole"
 
 
 def _least_lack(run: RunFile, shape: ModelShape, machine: Machine, gradients: Literal["host", "disk"]) -> int:

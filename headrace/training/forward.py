@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from headrace.data.batch import MicroBatch
 from headrace.errors import UserError
 from headrace.training.loss import Head, chunked_cross_entropy, token_losses
+from headrace.training.row_loss import Pieces, row_cross_entropy
 
 _MULTIPLIERS = ("logit_scale", "lm_head_multiplier")  # Cohere; Falcon H1
 _DIVISORS = ("logits_scaling",)  # Granite
@@ -30,6 +31,7 @@ def forward_loss(
     scale: float,
     chunk: int,
     around_loss: AbstractContextManager | None = None,
+    rows: Pieces | None = None,
 ) -> Tensor:
     """The micro-batch's share of the step's loss: its summed cross-entropy times ``scale``.
 
@@ -43,6 +45,7 @@ def forward_loss(
         scale: one over the trained tokens of the whole optimizer step.
         chunk: tokens whose logits exist at a time.
         around_loss: entered for the loss alone, to measure it.
+        rows: gives the output embedding's rows where they come in pieces.
 
     Returns:
         A scalar whose backward gives the gradients of all trained parameters; see
@@ -55,7 +58,11 @@ def forward_loss(
         mask_BL = None if _is_full(batch) else _document_mask(batch)
         balance = _balancing_loss(model, output.router_logits, mask_BL) * batch.valid_tokens * scale
     with around_loss or nullcontext():
-        loss = chunked_cross_entropy(output[0], output_head(model), labels_BL, scale=scale, chunk=chunk)
+        head = output_head(model)
+        if rows is None:
+            loss = chunked_cross_entropy(output[0], head, labels_BL, scale=scale, chunk=chunk)
+        else:
+            loss = row_cross_entropy(output[0], head, rows, labels_BL, scale=scale, chunk=chunk)
     return loss if balance is None else loss + balance
 
 

@@ -21,6 +21,7 @@ from headrace.models.published import Pieces
 from headrace.optim.config import OptimConfig
 from headrace.optim.offloaded import OffloadedAdamW
 from headrace.schedule.action import Action, Kind
+from headrace.training import row_loss
 from headrace.training.config import TrainConfig
 from headrace.training.forward import forward_loss
 from headrace.training.lr import learning_rate
@@ -44,6 +45,7 @@ class Loop:
         optim: settings of the learning rate.
         meters: measure what autograd and the loss hold, in the first steps of a session.
         elsewhere: gives those weights that the model does not hold itself.
+        rows: gives the output embedding's rows where they come in pieces.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Loop:
         optim: OptimConfig,
         meters: Meters,
         elsewhere: Pieces | None = None,
+        rows: row_loss.Pieces | None = None,
     ) -> None:
         self.skipped = 0
         self.skipped_in_a_row = 0
@@ -70,6 +73,7 @@ class Loop:
         self._optim = optim
         self._meters = meters
         self._elsewhere = elsewhere
+        self._rows = rows
         self._ledger = optimizer.ledger
         self._measured = 0
 
@@ -107,7 +111,9 @@ class Loop:
         scale, chunk = 1.0 / max(1, self._held_out.trained_tokens), self._train.loss_chunk
         with torch.no_grad(), self._optimizer.lanes.unbooked():
             batches = self._held_out.in_order()
-            losses = [forward_loss(self._model, batch, scale, chunk).double() for batch in batches]
+            losses = [
+                forward_loss(self._model, batch, scale, chunk, rows=self._rows).double() for batch in batches
+            ]
         self._model.train()
         return float(sum(losses))
 
@@ -147,7 +153,7 @@ class Loop:
             with meters.activations if measured else nullcontext():
                 with lanes.compute(Action(Kind.FORWARD, microbatch=number)):
                     logits = meters.logits if measured else nullcontext()
-                    loss = forward_loss(self._model, batch, scale, self._train.loss_chunk, logits)
+                    loss = forward_loss(self._model, batch, scale, self._train.loss_chunk, logits, self._rows)
                 with lanes.compute(Action(Kind.BACKWARD, microbatch=number)):
                     loss.backward()
             losses.append(loss.detach().double())

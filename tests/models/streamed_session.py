@@ -20,6 +20,7 @@ from headrace.optim.groups import decay_groups
 from headrace.optim.offloaded import OffloadedAdamW
 from headrace.training.forward import output_head
 from headrace.training.loss import chunked_cross_entropy
+from headrace.training.row_loss import row_cross_entropy
 
 FAMILIES = {
     "llama": {"model_type": "llama"},
@@ -74,6 +75,7 @@ class Session:
         paths=1,
         micro_batches=1,
         ahead=1,
+        by_rows=False,
         dtype=torch.bfloat16,
         device=CPU,
         gradients="host",
@@ -94,8 +96,9 @@ class Session:
         self.streamed = None
         if self.store is not None:
             self.resources.callback(self.store.close)
-            self.streamed = Streamed(self.model, self.store, self.tiers, ahead=ahead)
+            self.streamed = Streamed(self.model, self.store, self.tiers, ahead=ahead, by_rows=by_rows)
             self.resources.callback(self.streamed.close)
+        self.rows = self.streamed.head_rows if self.streamed else None
         self.model.train()
         instead = None
         if activations != "recompute":
@@ -129,8 +132,10 @@ class Session:
 
     def loss(self, ids):
         hidden = self.model.get_decoder()(input_ids=ids[:, :-1], use_cache=False)[0]
-        head = output_head(self.model)
-        return chunked_cross_entropy(hidden, head, ids[:, 1:], scale=1 / ids.numel(), chunk=16)
+        head, rows = output_head(self.model), self.rows
+        if rows is None:
+            return chunked_cross_entropy(hidden, head, ids[:, 1:], scale=1 / ids.numel(), chunk=16)
+        return row_cross_entropy(hidden, head, rows, ids[:, 1:], scale=1 / ids.numel(), chunk=16)
 
     def train(self, steps, micro_batches=1):
         generator = torch.Generator().manual_seed(5)

@@ -8,7 +8,7 @@ from tiny_configs import CONFIGS, config_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from headrace.machine.machine import Machine
-from headrace.models import boundaries, homes
+from headrace.models import boundaries, homes, rows
 from headrace.planner import streamed
 from headrace.planner.fit import judge
 from headrace.planner.memory import predict
@@ -23,6 +23,7 @@ WORK = Workload(24, 2, 3, loss_chunk=16, bucket=2**16, paths=(1.0, 2.0), weights
 
 def test_constants_are_those_of_the_code_that_they_describe():
     assert streamed.SLOTS == boundaries.SLOTS
+    assert streamed.ROW_SLOTS == rows.SLOTS
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -34,6 +34,23 @@ def bytes_of_lanes(ledger, steps):
     return found
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_embeddings_by_rows_move_what_was_predicted(write_run, larger, tmp_path, tied):
+    config = json.loads(Path(larger).read_text()) | {"tie_word_embeddings": tied, "vocab_size": 3000}
+    Path(larger).write_text(json.dumps(config))
+    run = write_run("rows", model__path=larger, **off_device(tmp_path, "a", "b", embeddings="rows"))
+    train(run)
+    predicted, measured = ledgers(run)
+    steps = measured["steps"]
+    ours, theirs = bytes_of_lanes(measured, 1), bytes_of_lanes(predicted, steps)
+    assert ours.keys() == theirs.keys()
+    assert all(abs(ours[lane] - theirs[lane]) < steps * 4 for lane in ours), (ours, theirs)
+    for tier in ("ram", "disk"):
+        for purpose in measured["peaks"][tier].keys() - {"gradients", "activations", "logits"}:
+            assert measured["peaks"][tier][purpose] == predicted["peaks"][tier][purpose], (tier, purpose)
+    assert measured["peaks"]["ram"]["logits"] <= predicted["peaks"]["ram"]["logits"] * 1.1
+
+
 @pytest.mark.parametrize("activations", ["recompute", "disk"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_run_is_that_in_memory(write_run, larger, tmp_path, activations, tied):
@@ -105,6 +122,7 @@ def test_export_of_a_checkpoint(write_run, larger, tmp_path):
         ("memory.activations=host", r"memory\.activations=host means nothing on .*no accelerator"),
         ("memory={weights: disk, activations: keep, disk: [{path: d}]}", r"needs layers that are recomputed"),
         ("memory.weights=ssd", r"memory\.weights=ssd"),
+        ("memory.embeddings=rows", r"memory\.embeddings=rows has no effect with memory\.weights=device"),
     ],
 )
 def test_what_cannot_be_is_refused(write_run, larger, override, message):
