@@ -52,6 +52,8 @@ class Case:
     host: str
     activations: str
     steps: int
+    bucket: int = 2**24
+    loss_chunk: int = 512
 
     @property
     def tokens(self) -> int:
@@ -76,7 +78,7 @@ class Case:
 
 
 LARGE = Case(22, 2048, 5632, 32, 4, 32000, 2048, 3, "3GiB", "disk", 4)
-SMALL = Case(12, 768, 2048, 12, 4, 32000, 1024, 1, "1GiB", "recompute", 8)
+SMALL = Case(12, 768, 2048, 12, 4, 32000, 1024, 1, "1400MiB", "recompute", 8, 2**22, 128)
 
 
 # -- ours ------------------------------------------------------------------------------------------------
@@ -105,7 +107,12 @@ def write_run(case: Case, home: Path) -> Path:
     run = {
         "model": {"path": str(home / "model" / "config.json"), "dtype": "bf16"},
         "data": {"train": str(home / "text.txt"), "context": case.context},
-        "train": {"steps": case.steps, "batch": case.rows, "micro_batch": case.rows},
+        "train": {
+            "steps": case.steps,
+            "batch": case.rows,
+            "micro_batch": case.rows,
+            "loss_chunk": case.loss_chunk,
+        },
         "optim": {"lr": 1e-4, "schedule": "constant", "warmup": 0},
         "memory": {
             "host": case.host,
@@ -114,6 +121,7 @@ def write_run(case: Case, home: Path) -> Path:
             "activations": case.activations,
             "disk": [{"path": str(home / "disk")}],
         },
+        "update": {"bucket": case.bucket},
         "checkpoint": {"every": 0, "keep": 1, "states": False},
         "out": str(home / "out"),
     }
