@@ -128,7 +128,7 @@ class DiskWeights(WeightStore):
     def __init__(self, layout: Layout, pool: HostPool, disk: DiskStore) -> None:
         super().__init__(layout)
         self.paths = len(disk.paths)
-        self._disk = disk
+        self.disk = disk
         self._pool = pool
         self._written: set[int] = set()
         largest = max((b.size * DTYPES[b.dtype].itemsize for b in layout.buckets), default=0)
@@ -143,11 +143,11 @@ class DiskWeights(WeightStore):
 
     def fetch(self, bucket: int, path: int, target: Tensor) -> int:
         """See :class:`WeightStore`."""
-        return self._disk.read(_name(bucket), path, {TABLE: target})
+        return self.disk.read(_name(bucket), path, {TABLE: target})
 
     def put(self, bucket: int, path: int, source: Tensor) -> int:
         """See :class:`WeightStore`."""
-        return self._disk.write(_name(bucket), path, {TABLE: source})
+        return self.disk.write(_name(bucket), path, {TABLE: source})
 
     @contextmanager
     def visited(self, bucket: int, *, write: bool) -> Iterator[Tensor]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headrace.lanes.lanes import Event, Lanes
 from headrace.memory.budget import Budget
+from headrace.memory.weights import DiskWeights
 from headrace.optim.collect import Collector
 from headrace.optim.gradients import DiskGradients
 from headrace.optim.home import leaves_staging, sent_home
@@ -265,8 +266,8 @@ class Engine:
         self._events = {key: event for key, event in self._events.items() if not event.done or key[0] >= step}
         for parameter in updated:
             self.counts[parameter] += 1
-        parts = (self.store.states, self.store.gradients)
-        if disk := next((p.disk for p in parts if isinstance(p, DiskStates | DiskGradients)), None):
+        parts, kinds = (self.store.states, self.store.gradients, self.weights.off), DiskStates | DiskGradients
+        if disk := next((part.disk for part in parts if isinstance(part, kinds | DiskWeights)), None):
             disk.speeds.follow()
         if self._waiting:
             self._waiting.next_step()

@@ -33,6 +33,9 @@ SMALL_BUCKET = 2**20
 DISK = "runs/disk"
 """The directory that is proposed where a run file names none."""
 
+COARSE = 32 * GIB
+"""Budgets above this are proposed in whole GiB, others in steps of 64 MiB."""
+
 SHORTEST = 128
 """Tokens of the shortest context that is proposed."""
 
@@ -138,7 +141,8 @@ def _raised_budgets(verdict: Verdict) -> dict[str, int] | None:
     raised = dict(verdict.budgets)
     for tier in verdict.short:
         need, capacity = verdict.ledger.total(tier), verdict.machine.tiers.get(tier, 0)
-        rounded = (-(-need // unit) * unit for unit in (GIB, 64 * MIB, 1))
+        units = (GIB, 64 * MIB, 1) if need > COARSE else (64 * MIB, 1)
+        rounded = (-(-need // unit) * unit for unit in units)
         enough = next((size for size in rounded if size <= capacity), None)
         if enough is None:
             return None

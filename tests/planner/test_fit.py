@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_configs import config_of
 
-from headrace.config import parse_size
+from headrace.config import format_size, parse_size
 from headrace.machine.machine import Machine
 from headrace.machine.presets import preset
 from headrace.planner.fit import Fix, Verdict, judge
@@ -47,7 +47,8 @@ def test_what_fits_needs_no_fix() -> None:
 
 def test_a_budget_below_what_the_machine_has_is_raised_first() -> None:
     verdict = judge(SHAPE, WORK, PLAIN, {"ram": needs() - 300 * MIB})
-    assert settings_of(verdict)[0] == f"memory.host={-(-needs() // GIB)}GiB"
+    least = -(-needs() // (64 * MIB)) * 64 * MIB
+    assert settings_of(verdict)[0] == f"memory.host={format_size(least)}"
     assert "RAM needs " in verdict.sentence and ", 300 MiB more than the " in verdict.sentence
     assert verdict.sentence.endswith(f"of memory.host: set {settings_of(verdict)[0]}")
     assert str(verdict).splitlines()[1:] == [f"  or {other}" for other in settings_of(verdict)[1:]]
