@@ -32,6 +32,7 @@ from headrace.schedule.window import WINDOW
 from headrace.training.lr import learning_rate
 
 MIB = 2**20
+GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -129,8 +130,8 @@ class Plan:
             needed = sum(held.values()) + self.run.checkpoint.keep * held["states"]
             if needed > self.machine.tiers["disk"]:
                 yield (
-                    f"! states and {copies - 1} checkpoints of them will take {format_size(needed)}, more "
-                    f"than the {format_size(self.machine.tiers['disk'])} of memory.disk: raise it, or lower "
+                    f"! states and {copies - 1} checkpoints of them will take {needed / GIB:,.1f} GiB, more "
+                    f"than the {self.machine.tiers['disk'] / GIB:,.1f} of memory.disk: raise it, or lower "
                     "checkpoint.keep"
                 )
 
