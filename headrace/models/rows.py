@@ -212,4 +212,7 @@ class _Gathered(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         (ids_U,) = ctx.saved_tensors
-        return torch.sparse_coo_tensor(ids_U[None], grad_output, ctx.shape, is_coalesced=True), None, None
+        gradient = torch.sparse_coo_tensor(
+            ids_U[None], grad_output, ctx.shape, is_coalesced=True, check_invariants=False
+        )
+        return gradient, None, None

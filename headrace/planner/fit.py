@@ -94,6 +94,8 @@ class Verdict:
             for tier, lack in self.short.items()
         ]
         advice = "no setting makes it fit; choose a smaller model"
+        if self.short.keys() == {"disk"}:
+            advice = "give memory.disk more room, or further paths"
         if self.fixes:
             advice = f"set {' '.join(self.fixes[0].settings)}"
         return f"DOES NOT FIT: {'; '.join(missing)}: {advice}"

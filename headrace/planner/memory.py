@@ -107,7 +107,7 @@ def moments(shape: ModelShape, work: Workload, machine: Machine) -> list[Moment]
         },
         "backward": _backward(shape, work, saved),
         "end of backward": {
-            "gradients": min(shape.trained_numel, shape.largest + arriving_numel(work)) * work.element,
+            "gradients": _last_gradients(shape, work),
             "logits": _waiting(shape, work),
             "other": transient_bytes(shape, work),
         },
@@ -116,12 +116,23 @@ def moments(shape: ModelShape, work: Workload, machine: Machine) -> list[Moment]
     return [Moment(name, _place(shape, work, machine, held)) for name, held in added.items()]
 
 
+def _last_gradients(shape: ModelShape, work: Workload) -> int:
+    """The largest parameter's gradient, with buckets that fill or leave beside it.
+
+    Buckets of streamed weights are no larger than a layer and leave with it, before the embedding's comes.
+    """
+    arriving = arriving_numel(shape, work)
+    streamed = work.weights != "device" and shape.adapters is None
+    together = max(shape.largest, arriving) if streamed else shape.largest + arriving
+    return min(shape.trained_numel, together) * work.element
+
+
 def _backward(shape: ModelShape, work: Workload, saved: SavedBytes) -> dict[str, int]:
     """The worst layer: as backward goes down, activations go and gradients fill buckets."""
     apart = shape.vocab * shape.hidden if shape.adapters is None else 0  # the embedding's come last
     layer = (shape.trained_numel - apart) // shape.layers * work.element
     activations = saved.in_backward
-    full = min(shape.trained_numel, arriving_numel(work)) * work.element
+    full = min(shape.trained_numel, arriving_numel(shape, work)) * work.element
     gradients = [min(full, layer * (shape.layers - index)) for index in range(shape.layers)]
     worst = max(range(shape.layers), key=lambda index: activations[index] + gradients[index])
     return {

@@ -29,9 +29,13 @@ def passing_bytes(shape: ModelShape, work: Workload) -> int:
     return min(BUFFERS, len(sizes)) * -(-max(sizes, default=0) // DISK_BLOCK) * DISK_BLOCK
 
 
-def arriving_numel(work: Workload) -> int:
+def arriving_numel(shape: ModelShape, work: Workload) -> int:
     """Elements of gradients that backward fills buckets with before it waits for those on their way down."""
-    return work.bucket * (1 + IN_FLIGHT if work.gradients == "disk" else 1)
+    bucket = work.bucket
+    if work.weights != "device" and shape.adapters is None:  # cut by layers
+        layers = (b.size for b in optimizer_layout(shape, work).buckets if b.unit and b.unit.kind == "l")
+        bucket = max(layers, default=bucket)
+    return bucket * (1 + IN_FLIGHT if work.gradients == "disk" else 1)
 
 
 def waiting_moves(shape: ModelShape, work: Workload) -> dict[Action, int]:

@@ -98,6 +98,7 @@ class _Passes:
             target_N1 += torch.where(here_N1, z_NR.gather(1, places_N1), 0)
             self._sums_N1 += z_NR.sub_(highest_N1).exp_().sum(1, keepdim=True)
             self._highest_N1 = highest_N1
+            del z_NR  # before the next are made
         return self._sums_N1.log() + (self._highest_N1 - target_N1)
 
     def gradients(self, scale: float, needed: tuple[bool, bool, bool]) -> list[Tensor | None]:
@@ -117,6 +118,7 @@ class _Passes:
                 torch.mm(narrow_NR.T, x_ND, out=weight_VD[first : first + len(rows_RD)])
             if bias_V is not None:
                 bias_V[first : first + len(rows_RD)] = z_NR.sum(0)
+            del z_NR, narrow_NR
         if not needed[0]:
             return [None, weight_VD, bias_V]
         hidden_TD = torch.zeros_like(self._hidden_TD)
