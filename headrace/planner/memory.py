@@ -123,7 +123,9 @@ def _last_gradients(shape: ModelShape, work: Workload) -> int:
     """
     arriving = arriving_numel(shape, work)
     streamed = work.weights != "device" and shape.adapters is None
-    together = max(shape.largest, arriving) if streamed else shape.largest + arriving
+    together = shape.largest + arriving
+    if streamed:
+        together = max(shape.largest + resident_numel(shape, work), arriving)
     return min(shape.trained_numel, together) * work.element
 
 

@@ -4,7 +4,7 @@ from collections import Counter
 
 from headrace.machine.paths import split
 from headrace.planner.shape import ModelShape
-from headrace.planner.streamed import optimizer_layout
+from headrace.planner.streamed import optimizer_layout, resident_numel
 from headrace.planner.workload import Workload
 from headrace.schedule.action import Action, Kind
 from headrace.schedule.window import BUFFERS
@@ -31,11 +31,12 @@ def passing_bytes(shape: ModelShape, work: Workload) -> int:
 
 def arriving_numel(shape: ModelShape, work: Workload) -> int:
     """Elements of gradients that backward fills buckets with before it waits for those on their way down."""
-    bucket = work.bucket
-    if work.weights != "device" and shape.adapters is None:  # cut by layers
-        layers = (b.size for b in optimizer_layout(shape, work).buckets if b.unit and b.unit.kind == "l")
-        bucket = max(layers, default=bucket)
-    return bucket * (1 + IN_FLIGHT if work.gradients == "disk" else 1)
+    times = 1 + IN_FLIGHT if work.gradients == "disk" else 1
+    if work.weights == "device" or shape.adapters is not None:
+        return times * work.bucket
+    buckets = optimizer_layout(shape, work).buckets  # cut by layers, but for norms, which fill up to the end
+    largest = max((b.size for b in buckets if b.unit and b.unit.kind == "l"), default=work.bucket)
+    return times * largest + resident_numel(shape, work)
 
 
 def waiting_moves(shape: ModelShape, work: Workload) -> dict[Action, int]:
