@@ -5,7 +5,7 @@
 
 First a Llama of 1.1 billion parameters (16 GB of weights and states) under 3 GiB of host memory. Its floor is
 the longer of two times: computing alone, and moving the bytes that must move at the disk's best. Then a
-Llama of 134 million beside DeepSpeed ZeRO-3 with everything on NVMe, on the same tokens.
+Llama of 125 million beside DeepSpeed ZeRO-3 with everything on NVMe, on the same tokens.
 """
 
 import argparse
@@ -312,9 +312,9 @@ def beside(home: Path, rounds: int) -> tuple[dict[str, float], list[Check]]:
     found: dict[str, list[Result]] = {"headrace": [], "DeepSpeed ZeRO-3 + NVMe": []}
     for number in range(rounds):
         place = home / f"round{number}"
-        print(f"round {number + 1}/{rounds}: headrace, 134 M parameters", flush=True)
+        print(f"round {number + 1}/{rounds}: headrace, 125 M parameters", flush=True)
         found["headrace"].append(ours(SMALL, place)[0])
-        print(f"round {number + 1}/{rounds}: DeepSpeed, 134 M parameters", flush=True)
+        print(f"round {number + 1}/{rounds}: DeepSpeed, 125 M parameters", flush=True)
         if peer := deepspeed(SMALL, place / "peer"):
             found["DeepSpeed ZeRO-3 + NVMe"].append(peer)
         shutil.rmtree(place)

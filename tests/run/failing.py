@@ -17,15 +17,13 @@ def run(run_file, fault, moment, output):
     import headrace.memory.blocks as blocks
     from headrace.memory.disk import DiskStore
 
-    blocks.PATIENCE = 1.0
     if fault in ("ENOSPC", "EIO on write"):
         code = errno.ENOSPC if fault == "ENOSPC" else errno.EIO
         blocks.write_at = _fails_at(moment, blocks.write_at, lambda *_: _raise(code))
     elif fault == "EIO on read":
         blocks.read_at = _fails_at(moment, blocks.read_at, lambda *_: _raise(errno.EIO))
     elif fault == "hang":
-        DiskStore.__init__.__kwdefaults__["shared"] = False
-        blocks.Watch.__init__.__defaults__ = (1.0,)
+        blocks.Watch.__init__.__defaults__ = (3.0,)
         blocks.read_at = _fails_at(moment, blocks.read_at, lambda *_: time.sleep(300))
     else:
         damage = {"short read": _shorten, "changed byte": _change, "path removed": _remove}[fault]
